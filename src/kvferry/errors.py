@@ -1,0 +1,102 @@
+"""Everything kvferry raises, as one tree.
+
+Expected outcomes (a miss, a full pool, a refused page) are values and never appear here. What is
+raised means a broken contract or a broken machine, and every message says the value that was
+found, the limit it broke and what to do next.
+
+    KVFerryError
+    ├── GeometryError (ValueError)          planes that do not describe a cache
+    │   └── UnknownArchitectureError        a model config kvferry cannot read
+    ├── ViewError (ValueError)              a tensor that does not fit its plane or its storage
+    ├── PlanError (ValueError)              indices, planes or layers of a transfer are wrong
+    ├── HostMemoryError
+    │   ├── BudgetError (MemoryError)       more host memory was asked for than there is
+    │   ├── SlotOwnershipError              a slot was freed twice, or by somebody else
+    │   ├── PoolInUseError                  a pool was closed while a transfer uses it
+    │   └── PoolClosedError                 a pool was used after it was closed
+    ├── TransferError
+    │   ├── TransferFaultError              a copy failed while it ran
+    │   └── TransferTimeoutError (TimeoutError)
+    ├── ConfigError (ValueError)            an environment variable or option has a bad value
+    └── MissingDependencyError (ImportError)  an optional package is not installed
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BudgetError",
+    "ConfigError",
+    "GeometryError",
+    "HostMemoryError",
+    "KVFerryError",
+    "MissingDependencyError",
+    "PlanError",
+    "PoolClosedError",
+    "PoolInUseError",
+    "SlotOwnershipError",
+    "TransferError",
+    "TransferFaultError",
+    "TransferTimeoutError",
+    "UnknownArchitectureError",
+    "ViewError",
+]
+
+
+class KVFerryError(Exception):
+    """The root of everything kvferry raises on purpose."""
+
+
+class GeometryError(KVFerryError, ValueError):
+    """Planes, sizes or alignments that cannot describe a cache."""
+
+
+class UnknownArchitectureError(GeometryError):
+    """A model config that kvferry has no rule for; the message says how to give planes by hand."""
+
+
+class ViewError(KVFerryError, ValueError):
+    """A tensor that does not fit its plane, or whose strides do not fit its storage."""
+
+
+class PlanError(KVFerryError, ValueError):
+    """Indices, planes, layers or page keys of a transfer that cannot be carried out."""
+
+
+class HostMemoryError(KVFerryError):
+    """Host memory could not be had, or a page slot was misused."""
+
+
+class BudgetError(HostMemoryError, MemoryError):
+    """More host memory was asked for than the machine, the cgroup or the lock limit allows."""
+
+
+class SlotOwnershipError(HostMemoryError):
+    """A page slot was freed twice, or handed on by somebody who does not own it."""
+
+
+class PoolInUseError(HostMemoryError):
+    """A pool was closed while a transfer still reads or writes it."""
+
+
+class PoolClosedError(HostMemoryError):
+    """A pool was used after it had been closed."""
+
+
+class TransferError(KVFerryError):
+    """A transfer did not end as it should."""
+
+
+class TransferFaultError(TransferError):
+    """A copy failed while it ran; none of its pages may be used."""
+
+
+class TransferTimeoutError(TransferError, TimeoutError):
+    """A wait reached its deadline; the transfer itself goes on."""
+
+
+class ConfigError(KVFerryError, ValueError):
+    """An environment variable or an option has a value that kvferry does not accept."""
+
+
+class MissingDependencyError(KVFerryError, ImportError):
+    """An optional package is not installed; the message has the command that installs it."""

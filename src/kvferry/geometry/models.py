@@ -1,0 +1,214 @@
+"""The geometry of a model on one rank, from its Hugging Face config.
+
+The rules go by the fields a config has; the name of a model decides nothing but a few defaults
+that published configs leave out. The planes they give:
+
+    k, v                        layers that keep every token
+    k_window, v_window          layers that keep a sliding window or an attention chunk
+    latent, index_key           multi-head latent attention; the key of its sparse indexer
+    conv_state, recurrent_state linear attention: one row a checkpoint
+    <plane>_scale               block scales of nvfp4 and mxfp8, beside the plane they belong to
+    draft_<plane>               draft layers, with draft_layers="planes"
+
+Layers of one kind that differ in width or window get planes of their own (``k``, ``k_2``, …), in
+the order of their first layer. `Plane.layer_ids` are layers of the whole model, also on a pipeline
+stage; draft layers count on after the last one. A window is told in tokens, the token that attends
+included, so `HitRule.last` never asks for too few.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvferry.errors import GeometryError
+from kvferry.geometry.hf_fields import Fields, load_config, missing, text_fields
+from kvferry.geometry.kv_dtype import kv_format
+from kvferry.geometry.layer_cells import (
+    FIELDS_OF_KIND,
+    Cell,
+    Rank,
+    index_cell,
+    layer_cells,
+    model_format,
+)
+from kvferry.geometry.layer_kinds import (
+    LayerKind,
+    draft_count,
+    indexed_layers,
+    layer_kinds,
+    refuse_unknown,
+)
+from kvferry.geometry.sharding import replicated, stage_layers
+from kvferry.geometry.spec import DEFAULT_PAGE_SIZE, Geometry, HitRule, Plane
+
+__all__ = ["DRAFT_LAYERS", "geometry_from_hf_config"]
+
+DRAFT_LAYERS: tuple[str, ...] = ("none", "layers", "planes")
+"""What ``draft_layers=`` takes."""
+
+_MAX_LAYERS = 1 << 14
+
+_PLANE_ORDER = ("k", "v", "k_window", "v_window", "latent", "latent_window", "index_key")
+_STATE_ORDER = ("conv_state", "recurrent_state")
+
+
+def geometry_from_hf_config(
+    config: Mapping[str, Any] | str | os.PathLike[str] | Any,
+    *,
+    tp: int = 1,
+    tp_rank: int = 0,
+    pp: int = 1,
+    pp_rank: int = 0,
+    kv_dtype: str | None = None,
+    page_size: int = DEFAULT_PAGE_SIZE,
+    draft_layers: str = "none",
+    overrides: Mapping[str, Any] | None = None,
+) -> Geometry:
+    """The planes that one rank of a model caches.
+
+    Args:
+        config: the fields as a mapping, the path of a ``config.json`` or of its folder, or an
+            object with ``to_dict()``. The language model's part of it is found by itself.
+        tp: tensor-parallel ranks. KV heads are shared out, or replicated where there are fewer
+            heads than ranks; latents and indexer keys are whole on every rank.
+        tp_rank: this rank. Equal heads make every rank's geometry equal.
+        pp: pipeline stages; layers are split contiguously, and the first ``num_layers % pp``
+            stages get one more.
+        pp_rank: this stage. Draft layers belong to the last.
+        kv_dtype: None or ``auto`` for the model's own dtype (bf16 if the config tells none), or a
+            name from `kvferry.geometry.kv_dtype.KV_DTYPES`. With sparse-attention latents
+            ``fp8_e4m3`` means rows with their own scales (512 + 16 + 128 = 656 bytes),
+            ``fp8_per_tensor`` rows without (576). Indexer keys are fp8 with a scale, and states
+            keep the model's dtype, whatever this says.
+        page_size: tokens a page.
+        draft_layers: ``none``, ``layers`` (further layers of the same planes) or ``planes``
+            (planes of their own, named ``draft_…``).
+        overrides: config fields to put in place of the config's own, of the language model's part.
+
+    Raises GeometryError for a value that cannot be, naming its field, and UnknownArchitectureError
+    when the config does not tell enough, naming what is missing.
+    """
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise GeometryError(
+            f"overrides must be a mapping of config fields, not {type(overrides).__name__}"
+        )
+    if draft_layers not in DRAFT_LAYERS:
+        raise GeometryError(f"draft_layers {draft_layers!r} is none of: {', '.join(DRAFT_LAYERS)}")
+    fields = text_fields(load_config(config), overrides or {})
+    refuse_unknown(fields)
+    absent = [n for n in ("num_hidden_layers", "num_attention_heads") if not fields.has(n)]
+    if absent:
+        raise missing(*absent)
+    num_layers = fields.integer("num_hidden_layers")
+    if num_layers > _MAX_LAYERS:
+        raise GeometryError(f"num_hidden_layers {num_layers} is more than {_MAX_LAYERS}")
+    replicated(tp=tp, tp_rank=tp_rank)
+    stage = stage_layers(num_layers, pp=pp, pp_rank=pp_rank)
+    num_draft = draft_count(fields)
+    if draft_layers != "none" and not num_draft:
+        raise GeometryError(
+            f"draft_layers={draft_layers!r}, but this config has no draft layers; "
+            f"add num_nextn_predict_layers with overrides=, or ask for draft_layers='none'"
+        )
+    if num_draft > _MAX_LAYERS:
+        raise GeometryError(f"{num_draft} draft layers are more than {_MAX_LAYERS}")
+
+    is_auto = kv_dtype is None or kv_dtype == "auto"
+    rank = Rank(tp, tp_rank, model_format(fields) if is_auto else kv_format(kv_dtype))
+    kinds = layer_kinds(fields, num_layers, num_draft)
+    planes = _Planes()
+    for layer, cell in _cells(fields, kinds, num_layers, rank):
+        is_draft = layer >= num_layers
+        if is_draft and draft_layers == "none":
+            continue
+        owned = stage.is_last if is_draft else stage.first <= layer < stage.stop
+        planes.add(layer, cell, owned, "draft_" if is_draft and draft_layers == "planes" else "")
+    found = planes.build()
+    if not found:
+        raise GeometryError(
+            f"pipeline stage {pp_rank} of {pp} has layers {stage.first} to {stage.stop - 1}, "
+            f"none of which keeps a cache; choose a smaller pp"
+        )
+    return Geometry(planes=found, page_size=page_size)
+
+
+class _Planes:
+    """Collects cells into planes, in a fixed order, with names that no stage or rank changes."""
+
+    def __init__(self) -> None:
+        self._layers: dict[tuple[str, tuple[int, ...], HitRule], list[int]] = {}
+        self._first: dict[tuple[str, tuple[int, ...], HitRule], Cell] = {}
+
+    def add(self, layer: int, cell: Cell, owned: bool, prefix: str) -> None:
+        key = (prefix + cell.name, cell.widths, cell.hit_rule)
+        self._first.setdefault(key, cell)
+        layers = self._layers.setdefault(key, [])
+        if owned:
+            layers.append(layer)
+
+    def build(self) -> tuple[Plane, ...]:
+        seen: dict[str, int] = {}
+        built: list[tuple[tuple[bool, int, int], Plane]] = []
+        for key, layers in self._layers.items():
+            name, cell = key[0], self._first[key]
+            seen[name] = number = seen.get(name, 0) + 1
+            if not layers:
+                continue
+            plane = Plane(
+                name=name if number == 1 else f"{name}_{number}",
+                num_layers=len(layers),
+                element_size=cell.element_size,
+                rows_per_page=cell.rows_per_page,
+                hit_rule=cell.hit_rule,
+                layer_ids=tuple(layers),
+            )
+            place = _ordered_names().index(cell.name)
+            built.append(((name != cell.name, place, number), plane))
+        return tuple(plane for _, plane in sorted(built, key=lambda one: one[0]))
+
+
+def _ordered_names() -> Sequence[str]:
+    with_scales = [each for name in _PLANE_ORDER for each in (name, f"{name}_scale")]
+    return (*with_scales, *_STATE_ORDER)
+
+
+def _cells(
+    fields: Fields, kinds: Sequence[LayerKind], num_layers: int, rank: Rank
+) -> Iterator[tuple[int, Cell]]:
+    per_layer = _per_layer_fields(fields)
+    if per_layer:
+        # Such a config tells the widths of odd layers there, and nowhere else.
+        fields = fields.over(dict.fromkeys(FIELDS_OF_KIND))
+    indexed: set[int] = set()
+    if fields.has("index_head_dim"):
+        # A draft layer runs its own indexer, whatever the layers before it share.
+        indexed = {*indexed_layers(fields, num_layers), *range(num_layers, len(kinds))}
+    for layer, kind in enumerate(kinds):
+        here = fields.over(per_layer.get(layer, {}))
+        if kind is LayerKind.SHARED:
+            continue
+        cells = layer_cells(here, kind, rank)
+        if layer in indexed and kind is not LayerKind.LINEAR:
+            cells.append(index_cell(here))
+        for cell in cells:
+            yield layer, cell
+
+
+def _per_layer_fields(fields: Fields) -> Mapping[int, Mapping[str, Any]]:
+    told = fields.get("per_layer_config") or {}
+    if not isinstance(told, Mapping):
+        raise GeometryError(
+            f"config field per_layer_config must map layers to fields, not {type(told).__name__}"
+        )
+    found: dict[int, Mapping[str, Any]] = {}
+    for layer, more in told.items():
+        text = str(layer)
+        if not (text.isascii() and text.isdigit()) or not isinstance(more, Mapping):
+            raise GeometryError(
+                f"config field per_layer_config must map layer numbers to fields; "
+                f"it has {layer!r}: {type(more).__name__}"
+            )
+        found[int(text)] = more
+    return found

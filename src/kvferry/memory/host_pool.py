@@ -1,0 +1,341 @@
+"""The host pool: page slots in committed memory, each with exactly one owner.
+
+The memory is one mapping: the slots, then a digest table of one uint64 a (slot, span).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Self, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import (
+    BudgetError,
+    ConfigError,
+    HostMemoryError,
+    PoolClosedError,
+    PoolInUseError,
+)
+from kvferry.geometry import Geometry, PoolView, host_pool_view
+from kvferry.memory.budget import BudgetVerdict, check_budget, format_bytes
+from kvferry.memory.mapping import HostMapping, close_on_exit
+from kvferry.memory.reading import MemoryReading, read_memory
+from kvferry.memory.slot_owners import SlotOwner, SlotOwners
+from kvferry.memory.slot_runs import SlotRun, whole_number
+from kvferry.types import SlotKind
+
+__all__ = ["HostPool"]
+
+_DIGEST_BYTES = 8
+
+
+class HostPool:
+    """Page slots of one kind in host memory, page_major, as `geometry` lays them out.
+
+    All memory is committed when the pool is made, and never more than was asked for. Slot
+    bookkeeping (allocate, free, hand_over, digests) belongs to one thread; leases may be taken and
+    given back on any.
+
+    Args:
+        geometry: The planes.
+        num_bytes: The most the pool may take, slots and digest table together. It takes at most
+            one slot and its digests less than that.
+        num_slots: The number of slots, instead of `num_bytes`.
+        kind: What a slot holds.
+        locked: Keep the memory out of swap.
+        reserve_bytes: What stays free for others; see `check_budget`.
+        reading: The memory there is; by default it is read now. Processes that share a host agree
+            on whether they fit only when they judge by one reading.
+        processes: How many processes make such a pool from the same reading.
+        unchecked_budget: Take the memory whatever the verdict.
+
+    Raises:
+        ConfigError: The size holds no slot, or the geometry has no planes for such slots.
+        BudgetError: There is not that much memory.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        num_bytes: int | None = None,
+        num_slots: int | None = None,
+        kind: SlotKind = SlotKind.PAGE,
+        locked: bool = False,
+        reserve_bytes: int | None = None,
+        reading: MemoryReading | None = None,
+        processes: int = 1,
+        unchecked_budget: bool = False,
+    ) -> None:
+        self._geometry = geometry
+        self._kind = kind
+        self._slot_bytes = geometry.slot_bytes(kind)
+        self._num_spans = len(geometry.spans(kind))
+        self._num_slots = self._count_slots(num_bytes, num_slots)
+        self._num_bytes = self._total_bytes(self._num_slots)
+        self._budget = check_budget(
+            self._num_bytes,
+            read_memory() if reading is None else reading,
+            reserve_bytes=reserve_bytes,
+            locked=locked,
+            processes=processes,
+        )
+        if not self._budget.allowed and not unchecked_budget:
+            raise BudgetError(f"a host pool of {self._num_slots} slots: {self._budget.message}")
+        self._mapping = HostMapping(
+            self._num_bytes,
+            alignment=max(geometry.slot_alignment, mmap.PAGESIZE),
+            locked=locked,
+        )
+        self._digests = self._digest_table()
+        self._view = host_pool_view(
+            geometry, kind, base=self._mapping.address, num_slots=self._num_slots
+        )
+        self._owners = SlotOwners(self._num_slots)
+        self._lease_lock = threading.Lock()
+        self._num_leases = 0
+
+    @property
+    def geometry(self) -> Geometry:
+        """What the slots hold."""
+        return self._geometry
+
+    @property
+    def kind(self) -> SlotKind:
+        """Which of the geometry's two kinds of slots these are."""
+        return self._kind
+
+    @property
+    def num_slots(self) -> int:
+        """How many slots there are, free or not."""
+        return self._num_slots
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes from one slot to the next."""
+        return self._slot_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """What the pool takes of host memory: slots and digest table."""
+        return self._num_bytes
+
+    @property
+    def budget(self) -> BudgetVerdict:
+        """The verdict on the pool's size, from when it was made."""
+        return self._budget
+
+    @property
+    def closed(self) -> bool:
+        """Whether the pool was closed. From then on everything else but its sizes raises."""
+        return self._mapping.closed
+
+    @property
+    def address(self) -> int:
+        """Where slot 0 starts; aligned to the geometry's `slot_alignment` and the system's page."""
+        self._check_open()
+        return self._mapping.address
+
+    @property
+    def view(self) -> PoolView:
+        """Where the rows of every plane lie; valid while a lease is held."""
+        self._check_open()
+        return self._view
+
+    @property
+    def digests(self) -> npt.NDArray[np.uint64]:
+        """The digest table, uint64 [num_slots, spans a slot], in place; 0 says "no digest".
+
+        Keeps the pool from closing while it is held.
+        """
+        self._check_open()
+        return self._digests
+
+    @property
+    def num_free(self) -> int:
+        """How many slots are free."""
+        return self.num_owned(SlotOwner.FREE)
+
+    @property
+    def num_leases(self) -> int:
+        """How many leases are out."""
+        self._check_open()
+        return self._num_leases
+
+    def num_owned(self, owner: SlotOwner) -> int:
+        """How many slots `owner` has."""
+        self._check_open()
+        return self._owners.num_owned(owner)
+
+    def owner_of(self, slot: SupportsIndex) -> SlotOwner:
+        """Who owns `slot`. Raises SlotOwnershipError for a slot out of range."""
+        self._check_open()
+        return self._owners.owner_of(slot)
+
+    def slot_address(self, slot: SupportsIndex) -> int:
+        """Where `slot` starts. Raises SlotOwnershipError for a slot out of range."""
+        self._check_open()
+        return self._mapping.address + self._owners.checked(slot) * self._slot_bytes
+
+    def slot_view(self, slot: SupportsIndex) -> memoryview:
+        """The bytes of `slot`, writable, padding included. Keeps the pool from closing.
+
+        Raises SlotOwnershipError for a slot out of range.
+        """
+        self._check_open()
+        start = self._owners.checked(slot) * self._slot_bytes
+        return self._mapping.view[start : start + self._slot_bytes]
+
+    def allocate(
+        self, num_slots: int, owner: SlotOwner = SlotOwner.TRANSFER
+    ) -> tuple[SlotRun, ...] | None:
+        """`num_slots` free slots for `owner`, in few runs, without digests; None: too few are free.
+
+        All or nothing. None also comes for more slots than the pool will ever have. Raises
+        ConfigError for a negative number and SlotOwnershipError for the free list as owner.
+        """
+        self._check_open()
+        runs = self._owners.allocate(num_slots, owner)
+        for run in runs or ():
+            self._digests[run.start : run.stop] = 0
+        return runs
+
+    def free(self, slots: Iterable[SlotRun | SupportsIndex], owner: SlotOwner) -> None:
+        """Give `slots` (runs, single slots or both), which `owner` has, back to the free list.
+
+        Raises SlotOwnershipError, and changes nothing, when a slot is out of range, named twice,
+        free already or somebody else's.
+        """
+        self._check_open()
+        self._owners.free(slots, owner)
+
+    def hand_over(
+        self,
+        slots: Iterable[SlotRun | SupportsIndex],
+        owner: SlotOwner,
+        new_owner: SlotOwner,
+    ) -> None:
+        """Make `slots` (runs, single slots or both), which `owner` has, those of `new_owner`.
+
+        Raises SlotOwnershipError, and changes nothing, when a slot is out of range, named twice,
+        or not `owner`'s, or when either owner is the free list.
+        """
+        self._check_open()
+        self._owners.hand_over(slots, owner, new_owner)
+
+    def check_integrity(self) -> None:
+        """Prove that each slot has one owner; SlotOwnershipError tells the first that has not.
+
+        Costs O(num_slots).
+        """
+        self._check_open()
+        self._owners.check_integrity()
+
+    def acquire(self) -> None:
+        """Take a lease: the pool cannot be closed until `release`. Any thread may call it."""
+        with self._lease_lock:
+            self._check_open()
+            self._num_leases += 1
+
+    def release(self) -> None:
+        """Give a lease back. Raises HostMemoryError when none is out."""
+        with self._lease_lock:
+            if self._num_leases == 0:
+                raise HostMemoryError(
+                    "release() was called with 0 leases out: call it once for each acquire()"
+                )
+            self._num_leases -= 1
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[Self]:
+        """Hold a lease for the length of a ``with`` block."""
+        self.acquire()
+        try:
+            yield self
+        finally:
+            self.release()
+
+    def close(self) -> None:
+        """Give the memory back, with whatever the index still has in it; once closed, a no-op.
+
+        Raises PoolInUseError, and leaves the pool open, while a lease is out, a transfer owns
+        slots, or views of the memory live.
+        """
+        with self._lease_lock:
+            if self.closed:
+                return
+            in_flight = self._owners.num_owned(SlotOwner.TRANSFER)
+            if self._num_leases or in_flight:
+                raise PoolInUseError(
+                    f"the pool cannot close with {self._num_leases} leases out and {in_flight} "
+                    f"slots in transfers: wait for the transfers, then release and free"
+                )
+            del self._digests  # a view of ours would keep the mapping open
+            try:
+                self._mapping.close()
+            finally:
+                if not self._mapping.closed:
+                    self._digests = self._digest_table()
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        close_on_exit(self, exc)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self.num_free} of {self._num_slots} free"
+        return f"HostPool({self._kind.value} slots of {self._slot_bytes} B, {state})"
+
+    def _count_slots(self, num_bytes: int | None, num_slots: int | None) -> int:
+        if self._slot_bytes == 0:
+            raise ConfigError(
+                f"this geometry has no planes for {self._kind.value} slots: make a pool only for "
+                f"the kinds of slots that it has"
+            )
+        if num_slots is not None and num_bytes is None:
+            return whole_number("num_slots", num_slots, 1)
+        if num_bytes is None or num_slots is not None:
+            raise ConfigError(
+                f"num_bytes={num_bytes} and num_slots={num_slots}: give one of the two"
+            )
+        num_bytes = whole_number("num_bytes", num_bytes, 0)
+        count = num_bytes // (self._slot_bytes + self._num_spans * _DIGEST_BYTES)
+        while count > 0 and self._total_bytes(count) > num_bytes:
+            count -= 1
+        if count < 1:
+            raise ConfigError(
+                f"num_bytes={num_bytes} holds no slot: one {self._kind.value} slot and its "
+                f"digests take {format_bytes(self._total_bytes(1))}; give at least that"
+            )
+        return count
+
+    def _digest_offset(self, num_slots: int) -> int:
+        return -(-num_slots * self._slot_bytes // _DIGEST_BYTES) * _DIGEST_BYTES
+
+    def _total_bytes(self, num_slots: int) -> int:
+        return self._digest_offset(num_slots) + num_slots * self._num_spans * _DIGEST_BYTES
+
+    def _digest_table(self) -> npt.NDArray[np.uint64]:
+        table: npt.NDArray[np.uint64] = np.frombuffer(
+            self._mapping.view, dtype=np.uint64, offset=self._digest_offset(self._num_slots)
+        )
+        return table.reshape(self._num_slots, self._num_spans)
+
+    def _check_open(self) -> None:
+        if self._mapping.closed:
+            raise PoolClosedError(
+                f"a host pool of {self._num_slots} slots was used after close(): make a new one"
+            )

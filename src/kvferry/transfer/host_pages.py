@@ -1,0 +1,44 @@
+"""What a transfer needs of a host pool, whoever owns its memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvferry.geometry import Geometry, PoolView
+    from kvferry.types import SlotKind
+
+__all__ = ["HostPages"]
+
+
+class HostPages(Protocol):
+    """Page slots with a digest table: kvferry's own pool, or an engine's tensors as they are."""
+
+    @property
+    def geometry(self) -> Geometry:
+        """The planes."""
+
+    @property
+    def kind(self) -> SlotKind:
+        """What a slot holds."""
+
+    @property
+    def num_slots(self) -> int:
+        """How many page slots there are."""
+
+    @property
+    def view(self) -> PoolView:
+        """Where the bytes lie; row ``s·R + i`` of a plane is row i of slot s."""
+
+    @property
+    def digests(self) -> NDArray[np.uint64]:
+        """Shape: ``[num_slots, spans]``. Written by stores, read by loads, 0 where none."""
+
+    def acquire(self) -> None:
+        """Keep the pool from being closed; raises PoolClosedError if it is already."""
+
+    def release(self) -> None:
+        """Give back one `acquire`."""

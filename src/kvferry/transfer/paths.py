@@ -1,0 +1,72 @@
+"""Which path serves a device pool, and what is switched off."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from kvferry.env import disabled_paths
+from kvferry.errors import ConfigError
+from kvferry.kernels import native_library
+from kvferry.transfer.native_mover import move_span_native
+from kvferry.transfer.numpy_mover import move_span_numpy
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvferry.transfer.span_move import SpanMove
+    from kvferry.types import Direction
+
+__all__ = ["CpuPath", "MoveSpan", "available_cpu_paths", "choose_cpu_path"]
+
+
+class MoveSpan(Protocol):
+    """Moves one span of every page; returns which pages hold the right bytes, shape ``[N]``.
+
+    A store writes the digest table, 0 where `verify` is off. A load checks it and leaves the device
+    rows of a page that fails, or has no digest, untouched.
+    """
+
+    def __call__(
+        self, move: SpanMove, direction: Direction, *, verify: bool
+    ) -> NDArray[np.bool_]: ...
+
+
+class CpuPath(NamedTuple):
+    """A path between two pools in host memory."""
+
+    name: str
+    move_span: MoveSpan
+
+
+_COMPILED = CpuPath("cpu", move_span_native)
+_PORTABLE = CpuPath("cpu_numpy", move_span_numpy)
+_NAMES = frozenset({_COMPILED.name, _PORTABLE.name})
+
+
+def available_cpu_paths() -> tuple[CpuPath, ...]:
+    """The paths that work here and are not switched off, best first."""
+    off = disabled_paths(_NAMES)
+    built = (_COMPILED, _PORTABLE) if native_library() is not None else (_PORTABLE,)
+    return tuple(path for path in built if path.name not in off)
+
+
+def choose_cpu_path(name: str | None = None) -> CpuPath:
+    """The best path between two pools in host memory, or the one called `name`.
+
+    Raises ConfigError if all are switched off, or `name` is off, not built here, or unknown.
+    """
+    paths = available_cpu_paths()
+    if not paths:
+        raise ConfigError(
+            "every path between pools in host memory is switched off; take one of "
+            f"{', '.join(sorted(_NAMES))} out of KVFERRY_DISABLE_PATHS"
+        )
+    if name is None:
+        return paths[0]
+    for path in paths:
+        if path.name == name:
+            return path
+    raise ConfigError(
+        f"path {name!r} is not to be had here; there are: {', '.join(path.name for path in paths)}"
+    )

@@ -1,0 +1,40 @@
+"""Enums that every layer of kvferry shares. Nothing here depends on anything."""
+
+from __future__ import annotations
+
+import enum
+
+__all__ = ["Direction", "Layout", "SlotKind"]
+
+
+class Direction(enum.StrEnum):
+    """Which way a transfer goes. ``h2d`` and ``d2h`` name the copy alone; these name the intent."""
+
+    LOAD = "load"
+    """Towards the device."""
+
+    STORE = "store"
+    """Away from the device."""
+
+
+class Layout(enum.StrEnum):
+    """The order of dimensions in a pool that holds all layers of a plane, slowest first."""
+
+    LAYER_FIRST = "layer_first"
+    """(layer, token, element)."""
+
+    PAGE_MAJOR = "page_major"
+    """(page, layer, token, element): each page is one contiguous span. kvferry's own on the host."""
+
+    TOKEN_MAJOR = "token_major"
+    """(token, layer, element): neighbouring tokens of one layer are not neighbours in memory."""
+
+
+class SlotKind(enum.StrEnum):
+    """What one slot of a host pool holds."""
+
+    PAGE = "page"
+    """One page of every plane that follows the tokens."""
+
+    STATE = "state"
+    """One checkpoint of every plane that exists only at an exact token boundary."""
