@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvferry.cli import geometry
+from kvferry.cli import explain, geometry
 from kvferry.errors import KVFerryError
 
 __all__ = ["EXIT_BAD_INPUT", "main"]
@@ -30,7 +30,7 @@ class _Command(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
-_COMMANDS: tuple[_Command, ...] = (geometry,)
+_COMMANDS: tuple[_Command, ...] = (geometry, explain)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

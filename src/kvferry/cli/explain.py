@@ -1,0 +1,107 @@
+"""``kvferry explain``: which GPU path carries an element of some size, and why."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvferry.kernels import CopyDecision, GroupedAnswer
+
+__all__ = ["add_parser", "run"]
+
+_EXAMPLES = """\
+examples:
+  kvferry explain --element-size 576
+  kvferry explain --element-size 132 --page-size 64
+  kvferry explain --element-size 656 --unroll 8 --json
+"""
+
+_GROUPED_FIELDS = ("unroll", "threads", "bytes_per_thread", "package", "packages_per_thread")
+
+
+def add_parser(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
+) -> argparse.ArgumentParser:
+    """Add this command's arguments to the ``kvferry`` parser."""
+    parser = subparsers.add_parser(
+        "explain",
+        help="show which GPU path carries an element, and why",
+        description=(
+            "Show which GPU path carries elements of some size between dense pools, what the other "
+            "paths would do, and why. Loads and stores choose alike. Padded or misaligned pools "
+            "may choose another path; the handle of a transfer names the one that it took."
+        ),
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--element-size",
+        type=int,
+        metavar="BYTES",
+        required=True,
+        help="what one token keeps in one layer of one plane",
+    )
+    parser.add_argument(
+        "--unroll",
+        type=int,
+        metavar="U",
+        help="ask for grouped, with 32 / U threads an element: 1, 2, 4, 8, 16 or 32 (not asked)",
+    )
+    # Named and bounded as the library names it; the default is one token on its own.
+    parser.add_argument(
+        "--page-size",
+        type=int,
+        metavar="TOKENS",
+        help="tokens that keep neighbouring slots on both sides (1)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print which path carries elements of ``args.element_size`` bytes."""
+    from kvferry.errors import ConfigError
+    from kvferry.kernels import MAX_ROWS, resolve_copy
+
+    page_size = 1 if args.page_size is None else args.page_size
+    if not 1 <= page_size <= MAX_ROWS:
+        raise ConfigError(f"--page-size must be from 1 to {MAX_ROWS:,} tokens, not {page_size:,}")
+    decision = resolve_copy(args.element_size, rows=page_size, unroll=args.unroll)
+    if args.json:
+        print(json.dumps(_described(decision), indent=2, ensure_ascii=False))
+    else:
+        print("\n".join(_told(decision)))
+    return 0
+
+
+def _described(decision: CopyDecision) -> dict[str, Any]:
+    return {
+        "element_size": decision.element_size,
+        "page_size": decision.rows,
+        "chosen": decision.chosen,
+        "reason": decision.reason,
+        "flat": dataclasses.asdict(decision.flat),
+        "realign": dataclasses.asdict(decision.realign),
+        "grouped": _grouped(decision.grouped),
+    }
+
+
+def _grouped(answer: GroupedAnswer) -> dict[str, Any]:
+    config = dataclasses.asdict(answer.config) if answer.config else {}
+    numbers = {name: config.get(name) for name in _GROUPED_FIELDS}
+    return {"eligible": answer.eligible, "reason": answer.reason, **numbers}
+
+
+def _told(decision: CopyDecision) -> list[str]:
+    size = f"{decision.element_size:,} byte{'s' * (decision.element_size != 1)}"
+    together = f"{decision.rows:,} side by side" if decision.rows > 1 else "each on its own"
+    head = f"Elements of {size}, {together}: {decision.chosen}"
+    lines = [head, ""]
+    for name in ("flat", "realign", "grouped"):
+        answer = getattr(decision, name)
+        mark = "taken" if decision.chosen == name else "can" if answer.eligible else "cannot"
+        lines.append(f"{name:<8} {mark:<7} {answer.reason}")
+    return lines
