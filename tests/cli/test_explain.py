@@ -65,11 +65,11 @@ def test_unroll_asks_for_grouped(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_words(capsys: pytest.CaptureFixture[str]) -> None:
     """Without --json: one line a path, which is taken, which can and which cannot."""
-    assert main(["explain", "--element-size", "4100", "--page-size", "1"]) == 0
+    assert main(["explain", "--element-size", "4104", "--page-size", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "Elements of 4,100 bytes, each on its own: flat"
+    assert lines[0] == "Elements of 4,104 bytes, each on its own: flat"
     assert lines[2].split()[:2] == ["flat", "taken"]
-    assert "spans of 4,100 bytes move in 4-byte packages" in lines[2]
+    assert "spans of 4,104 bytes move in 8-byte packages" in lines[2]
     assert lines[3].split()[:2] == ["realign", "can"]
     assert lines[4].split()[:2] == ["grouped", "can"]
     assert "only on request" in lines[4]

@@ -168,7 +168,7 @@ def test_alignment_of(byte_counts: tuple[int, ...], expected: int) -> None:
 
 @pytest.mark.parametrize(
     ("element_size", "rows", "package"),
-    [(656, 1, 16), (584, 1, 8), (132, 1, 4), (132, 64, 16), (66, 2, 4), (66, 64, 16), (1, 16, 16)],
+    [(656, 1, 16), (584, 1, 8), (132, 2, 8), (132, 64, 16), (66, 4, 8), (66, 64, 16), (1, 16, 16)],
 )
 def test_flat_looks_at_spans(element_size: int, rows: int, package: int) -> None:
     """Packages are as wide as the span allows, whatever the element."""
@@ -182,6 +182,7 @@ def test_flat_looks_at_spans(element_size: int, rows: int, package: int) -> None
     ("element_size", "rows", "package", "named"),
     [
         (66, 1, 2, "the length of 66 bytes allows 2"),
+        (132, 1, 4, "the length of 132 bytes allows 4"),
         (131, 64, 16, None),
         (131, 2, 2, "the length of 262 bytes allows 2"),
         (1, 1, 1, "the length of 1 byte allows 1"),
@@ -190,7 +191,7 @@ def test_flat_looks_at_spans(element_size: int, rows: int, package: int) -> None
 def test_narrow_spans_go_to_realign(
     element_size: int, rows: int, package: int, named: str | None
 ) -> None:
-    """Lengths that allow packages under 4 bytes only are realign's; the reason says so."""
+    """Lengths that allow packages under 8 bytes only are realign's; the reason says so."""
     decision = resolve_copy(element_size, rows=rows)
     assert decision.flat.package == package
     assert decision.flat.eligible is (named is None)
@@ -203,13 +204,13 @@ def test_narrow_spans_go_to_realign(
 @pytest.mark.parametrize(
     ("source", "destination", "named"),
     [
-        (2, 16, "the source's alignment allows 2"),
+        (4, 16, "the source's alignment allows 4"),
         (16, 1, "the destination's alignment allows 1"),
         (2, 2, "the source's alignment and the destination's alignment allow 2"),
     ],
 )
 def test_misaligned_sides_go_to_realign(source: int, destination: int, named: str) -> None:
-    """A side that is aligned to less than 4 bytes makes it realign's, and is named."""
+    """A side that is aligned to less than 8 bytes makes it realign's, and is named."""
     decision = resolve_copy(656, source_alignment=source, destination_alignment=destination)
     assert decision.chosen is CopyPath.REALIGN
     assert named in decision.flat.reason
@@ -227,7 +228,7 @@ def test_flat_packages_divide_whatever_they_touch() -> None:
         limits = (size * rows, source, destination)
         assert all(limit % flat.package == 0 for limit in limits)
         assert flat.package == 16 or any(limit % (2 * flat.package) for limit in limits)
-        assert flat.eligible is (flat.package >= 4)
+        assert flat.eligible is (flat.package >= 8)
 
 
 def test_load_and_store_choose_alike() -> None:

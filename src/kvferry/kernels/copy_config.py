@@ -51,9 +51,9 @@ _GROUPED_TILE = 128
 _FEWER_THREADS = (16, 8, 4, 2, 1)
 # More loads than this at once cost registers that a thread does not have: they would spill.
 _MAX_PACKAGES_IN_FLIGHT = 8
-# 32 threads with 4 bytes each ask for 128 bytes, one full line of the memory behind. With 2 or 1
-# they ask for a part of it, again and again: there realign, which reads whole words, moves more.
-_NARROWEST_FLAT_PACKAGE = 4
+# A word of the digest: a thread weighs what it moves, so it must hold whole words. And 32 threads
+# with 4 bytes each ask for so little at once that realign, which reads 16-byte granules, moves more.
+_NARROWEST_FLAT_PACKAGE = 8
 
 _OFF = "switched off"
 

@@ -12,7 +12,7 @@ constexpr int64_t kWidestPackage = 16;
 constexpr int64_t kNarrowestGroupedPackage = 4;
 constexpr int64_t kGroupedTile = 128;
 constexpr int64_t kMaxPackagesInFlight = 8;
-constexpr int64_t kNarrowestFlatPackage = 4;
+constexpr int64_t kNarrowestFlatPackage = 8;
 // In place of an unroll: none was given.
 constexpr int64_t kDefaultUnroll = 0;
 

@@ -1,0 +1,145 @@
+// What a transfer kernel is told, and where a byte of a span lies on either side. The structures
+// are filled by kvferry/kernels/transfer_args.py, whose tests compare sizes and offsets.
+#pragma once
+
+#include "ptx.cuh"
+#include "shim.cuh"
+
+namespace kvferry {
+
+// Division of numbers below 2^31 by one that does not change, without a division: Granlund and
+// Montgomery, "Division by Invariant Integers using Multiplication", PLDI 1994.
+struct FastDivisor {
+  uint32_t divisor;
+  uint32_t multiplier;
+  uint32_t shift;
+};
+
+KVFERRY_HD __forceinline__ uint32_t divide(uint32_t n, const FastDivisor &by) {
+#if defined(__CUDACC__)
+  return by.divisor == 1 ? n : __umulhi(n, by.multiplier) >> by.shift;
+#else
+  return by.divisor == 1 ? n : multiply_high(n, by.multiplier) >> by.shift;
+#endif
+}
+
+// One layer of one plane in a pool: kvferry.geometry.LayerView. Bytes.
+struct View {
+  uint64_t base;
+  int64_t num_rows;
+  int64_t row_stride;
+  int64_t block_rows;
+  int64_t block_stride;
+  int64_t piece_size;
+  int64_t piece_stride;
+  int64_t num_pieces;
+  // Bytes of a span that are one run of bytes here, from any multiple of it: whole neighbouring
+  // rows, or one piece of an element.
+  int64_t run_bytes;
+};
+
+// One span: a layer of a plane, with everything about it that is the same for every transfer.
+struct Span {
+  View device;
+  View host;
+  uint64_t digests;       // the host pool's digest of slot 0, as the device sees it
+  int64_t digest_stride;  // bytes from one slot's digest to the next
+  uint64_t where;         // the span's share of the seed
+  int64_t num_bytes;
+  FastDivisor element;     // by the element size
+  FastDivisor page_units;  // by the flat packages of a span
+  uint32_t rows_per_page;
+  uint32_t rows_table;    // which of Transfer::rows has its device rows
+  uint32_t flat_package;  // 16 or 8; 0 where flat cannot carry it
+  uint32_t unused;
+};
+
+constexpr int kMaxRowTables = 8;
+
+// One launch: some spans of a plan, all of its pages.
+struct Transfer {
+  uint64_t spans;                // Span[]
+  uint64_t rows[kMaxRowTables];  // device rows of each page, [num_pages, rows_per_page]
+  uint64_t host_slots;           // int64 [num_pages]
+  uint64_t page_seeds;           // uint64 [num_pages]
+  uint64_t sums;                 // uint64 [num_spans, num_pages], zero before the first launch
+  uint64_t bad_pages;            // uint8 [num_pages], set to 1
+  uint64_t fault;                // uint64: the lowest fault_code, all ones where there is none
+  uint32_t num_pages;
+  uint32_t first_span;  // in `spans`
+  uint32_t num_spans;
+  uint32_t index_bytes;  // 4 or 8
+  uint32_t is_load;
+  uint32_t verify;
+};
+
+// Which device row was out of range: ordered so that the lowest is the first of the plan.
+KVFERRY_HD __forceinline__ uint64_t fault_code(uint32_t table, uint32_t page, uint32_t row) {
+  return static_cast<uint64_t>(page) << 32 | static_cast<uint64_t>(row) << 4 | table;
+}
+
+KVFERRY_HD __forceinline__ const Span &span_of(const Transfer &transfer, uint32_t index) {
+  return reinterpret_cast<const Span *>(transfer.spans)[transfer.first_span + index];
+}
+
+KVFERRY_HD __forceinline__ int64_t device_row(const Transfer &transfer, const Span &span,
+                                              uint32_t page, uint32_t row) {
+  const uint64_t at = static_cast<uint64_t>(page) * span.rows_per_page + row;
+  const uint64_t table = transfer.rows[span.rows_table];
+  return transfer.index_bytes == 8 ? reinterpret_cast<const int64_t *>(table)[at]
+                                   : reinterpret_cast<const int32_t *>(table)[at];
+}
+
+KVFERRY_HD __forceinline__ int64_t host_slot(const Transfer &transfer, uint32_t page) {
+  return reinterpret_cast<const int64_t *>(transfer.host_slots)[page];
+}
+
+// The address of byte `within` of the element in `row`.
+KVFERRY_HD __forceinline__ uint64_t address_of(const View &view, int64_t row, int64_t within) {
+  int64_t offset = within;
+  if (view.num_pieces > 1) {
+    offset = within / view.piece_size * view.piece_stride + within % view.piece_size;
+  }
+  if (view.block_rows < view.num_rows) {
+    offset += row / view.block_rows * view.block_stride + row % view.block_rows * view.row_stride;
+  } else {
+    offset += row * view.row_stride;
+  }
+  return view.base + static_cast<uint64_t>(offset);
+}
+
+// Where byte `offset` of a page's span lies on both sides.
+struct Place {
+  uint64_t device;
+  uint64_t host;
+  bool in_range;
+  uint32_t row;
+};
+
+KVFERRY_HD __forceinline__ Place place_of(const Transfer &transfer, const Span &span, uint32_t page,
+                                          uint32_t offset) {
+  Place place;
+  place.row = divide(offset, span.element);
+  const int64_t within = offset - place.row * span.element.divisor;
+  const int64_t row = device_row(transfer, span, page, place.row);
+  place.in_range = static_cast<uint64_t>(row) < static_cast<uint64_t>(span.device.num_rows);
+  place.device = place.in_range ? address_of(span.device, row, within) : 0;
+  const int64_t host_row = host_slot(transfer, page) * span.rows_per_page + place.row;
+  place.host = address_of(span.host, host_row, within);
+  return place;
+}
+
+// A device row that does not exist: its element is left out, its page is bad, and the first of
+// them is told. Never a trap: other transfers go on.
+KVFERRY_HD __forceinline__ void note_fault(const Transfer &transfer, const Span &span,
+                                           uint32_t page, uint32_t row) {
+  atomic_min(transfer.fault, fault_code(span.rows_table, page, row));
+  *reinterpret_cast<volatile unsigned char *>(transfer.bad_pages + page) = 1;
+}
+
+KVFERRY_HD __forceinline__ uint64_t sum_address(const Transfer &transfer, uint32_t span,
+                                                uint32_t page) {
+  return transfer.sums + (static_cast<uint64_t>(span) * transfer.num_pages + page) * 8;
+}
+
+}  // namespace kvferry
