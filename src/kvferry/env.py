@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pathlib
 
 from kvferry.errors import ConfigError
 
-__all__ = ["VARIABLES", "Variable", "disabled_paths"]
+__all__ = ["VARIABLES", "CacheFolder", "Variable", "cache_folder", "disabled_paths"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,40 @@ _DISABLE_PATHS = Variable(
     meaning="transfer paths not to use, for a bad day in production: `cpu`, `cpu_numpy`",
 )
 
-VARIABLES = (_DISABLE_PATHS,)
+_CACHE_DIR = Variable(
+    name="KVFERRY_CACHE_DIR",
+    kind="absolute path",
+    default="`$XDG_CACHE_HOME/kvferry`, else `~/.cache/kvferry`",
+    meaning="folder for compiled GPU kernels; made if absent, refused if others may write it",
+)
+
+VARIABLES = (_DISABLE_PATHS, _CACHE_DIR)
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheFolder:
+    """Where kvferry may keep what it can make again."""
+
+    path: pathlib.Path | None
+    """None: the environment names no home either."""
+    is_explicit: bool
+    """Somebody asked for this very folder."""
+
+
+def cache_folder() -> CacheFolder:
+    """The folder for caches; ConfigError where KVFERRY_CACHE_DIR is no absolute path."""
+    given = os.environ.get(_CACHE_DIR.name, "")
+    if given:
+        # A relative folder would be another one in each process that changes its own.
+        if not pathlib.Path(given).is_absolute():
+            raise ConfigError(f"{_CACHE_DIR.name}={given!r} is relative; give an absolute path")
+        return CacheFolder(pathlib.Path(given), is_explicit=True)
+    for name, rest in (("XDG_CACHE_HOME", "kvferry"), ("HOME", ".cache/kvferry")):
+        base = os.environ.get(name, "")
+        # The XDG specification has relative values ignored.
+        if pathlib.Path(base).is_absolute():
+            return CacheFolder(pathlib.Path(base, rest), is_explicit=False)
+    return CacheFolder(None, is_explicit=False)
 
 
 def disabled_paths(known: frozenset[str]) -> frozenset[str]:

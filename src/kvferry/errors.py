@@ -12,11 +12,21 @@ found, the limit it broke and what to do next.
     ├── HostMemoryError
     │   ├── BudgetError (MemoryError)       more host memory was asked for than there is
     │   ├── SlotOwnershipError              a slot was freed twice, or by somebody else
+    │   ├── PinError                        memory could not be registered, or is not registered
     │   ├── PoolInUseError                  a pool was closed while a transfer uses it
     │   └── PoolClosedError                 a pool was used after it was closed
     ├── TransferError
     │   ├── TransferFaultError              a copy failed while it ran
     │   └── TransferTimeoutError (TimeoutError)
+    ├── JITError
+    │   ├── KernelSourceError               a kernel's text, header or option is not as it must be
+    │   ├── CompileError                    the compiler refused a kernel
+    │   ├── CompilerVersionError            the compiler that opens is not the one installed
+    │   └── CubinCacheError                 the folder for compiled kernels cannot be trusted
+    ├── DriverError
+    │   ├── NoDeviceError                   there is no driver, or no such GPU
+    │   ├── DriverTooOldError               the driver cannot run what it is given
+    │   └── LaunchError                     the driver refused to start a kernel
     ├── ConfigError (ValueError)            an environment variable or option has a bad value
     └── MissingDependencyError (ImportError)  an optional package is not installed
 """
@@ -25,11 +35,21 @@ from __future__ import annotations
 
 __all__ = [
     "BudgetError",
+    "CompileError",
+    "CompilerVersionError",
     "ConfigError",
+    "CubinCacheError",
+    "DriverError",
+    "DriverTooOldError",
     "GeometryError",
     "HostMemoryError",
+    "JITError",
     "KVFerryError",
+    "KernelSourceError",
+    "LaunchError",
     "MissingDependencyError",
+    "NoDeviceError",
+    "PinError",
     "PlanError",
     "PoolClosedError",
     "PoolInUseError",
@@ -74,6 +94,10 @@ class SlotOwnershipError(HostMemoryError):
     """A page slot was freed twice, or handed on by somebody who does not own it."""
 
 
+class PinError(HostMemoryError):
+    """Host memory that a GPU should reach is not registered, could not be, or cannot be let go."""
+
+
 class PoolInUseError(HostMemoryError):
     """A pool was closed while a transfer still reads or writes it."""
 
@@ -92,6 +116,48 @@ class TransferFaultError(TransferError):
 
 class TransferTimeoutError(TransferError, TimeoutError):
     """A wait reached its deadline; the transfer itself goes on."""
+
+
+class JITError(KVFerryError):
+    """A kernel could not be built."""
+
+
+class KernelSourceError(JITError):
+    """A kernel's source, header, define or target is missing or malformed."""
+
+
+class CompileError(JITError):
+    """The compiler refused a kernel; the message has its log, the target and the options."""
+
+
+class CompilerVersionError(JITError):
+    """The compiler that the process opened is not the one that the installed package names."""
+
+
+class CubinCacheError(JITError):
+    """Others may write the folder for compiled kernels, so nothing in it may be run."""
+
+
+class DriverError(KVFerryError):
+    """The CUDA driver refused a call.
+
+    Attributes:
+        code: the driver's number for it (a `CUresult`), 0 where the driver was not asked.
+    """
+
+    code: int = 0
+
+
+class NoDeviceError(DriverError):
+    """There is no NVIDIA driver here, or it has no such GPU."""
+
+
+class DriverTooOldError(DriverError):
+    """The driver is older than a kernel, a binding or an entry point needs."""
+
+
+class LaunchError(DriverError):
+    """The driver refused to start a kernel, or reported an earlier kernel's failure instead."""
 
 
 class ConfigError(KVFerryError, ValueError):

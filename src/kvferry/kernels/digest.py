@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["NO_DIGEST", "digest_spans", "page_seed", "span_seeds"]
+__all__ = ["NO_DIGEST", "digest_spans", "page_seed", "span_seeds", "span_where"]
 
 NO_DIGEST = 0
 """What a digest table keeps where nothing was stored."""
@@ -51,11 +51,16 @@ def page_seed(key: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
 
+def span_where(*, plane_index: int, layer: int, num_bytes: int) -> int:
+    """What a span adds to the seed of every page: 64 bits of which one it is, and how long."""
+    return _mix_int(_mix_int(plane_index << 32 | layer) ^ num_bytes)
+
+
 def span_seeds(
     page_seeds: NDArray[np.uint64], *, plane_index: int, layer: int, num_bytes: int
 ) -> NDArray[np.uint64]:
     """The seed of one span of each page. Shape: ``[pages]`` in and out."""
-    where = _mix_int(_mix_int(plane_index << 32 | layer) ^ num_bytes)
+    where = span_where(plane_index=plane_index, layer=layer, num_bytes=num_bytes)
     return _mix(page_seeds ^ np.uint64(where))
 
 

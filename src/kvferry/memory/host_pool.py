@@ -19,13 +19,16 @@ from kvferry.errors import (
     BudgetError,
     ConfigError,
     HostMemoryError,
+    PinError,
     PoolClosedError,
     PoolInUseError,
 )
 from kvferry.geometry import Geometry, PoolView, host_pool_view
 from kvferry.memory.budget import BudgetVerdict, check_budget, format_bytes
 from kvferry.memory.mapping import HostMapping, close_on_exit
+from kvferry.memory.pinned import register
 from kvferry.memory.reading import MemoryReading, read_memory
+from kvferry.memory.registration import PinDriver, Registration
 from kvferry.memory.slot_owners import SlotOwner, SlotOwners
 from kvferry.memory.slot_runs import SlotRun, whole_number
 from kvferry.types import SlotKind
@@ -98,6 +101,7 @@ class HostPool:
             geometry, kind, base=self._mapping.address, num_slots=self._num_slots
         )
         self._owners = SlotOwners(self._num_slots)
+        self._registration: Registration | None = None
         self._lease_lock = threading.Lock()
         self._num_leases = 0
 
@@ -156,6 +160,12 @@ class HostPool:
         """
         self._check_open()
         return self._digests
+
+    @property
+    def registration(self) -> Registration | None:
+        """Where a GPU finds the pool; None: it is not pinned, and no GPU may be sent there."""
+        pinned = self._registration
+        return None if pinned is None or pinned.closed else pinned
 
     @property
     def num_free(self) -> int:
@@ -237,6 +247,35 @@ class HostPool:
         self._check_open()
         self._owners.check_integrity()
 
+    def pin(
+        self, driver: PinDriver, *, chunk_bytes: int | None = None, allow_gaps: bool = False
+    ) -> Registration:
+        """Register slots and digest table with `driver`, until the pool is closed.
+
+        Where the driver does not take them at once, no slot is split; see `register`.
+
+        Raises:
+            PinError: The driver refused, and nothing is pinned; or the pool is pinned already.
+            ConfigError: `chunk_bytes` holds no slot.
+        """
+        with self._lease_lock:
+            self._check_open()
+            if self._registration is not None:
+                raise PinError(
+                    "the pool is pinned already, or being closed: use its `registration`, or make "
+                    "a new pool"
+                )
+            self._registration = register(
+                self._mapping.address,
+                self._mapping.num_bytes,
+                driver,
+                chunk_bytes=chunk_bytes,
+                granule_bytes=self._slot_bytes,
+                allow_gaps=allow_gaps,
+                owner=self._mapping,
+            )
+            return self._registration
+
     def acquire(self) -> None:
         """Take a lease: the pool cannot be closed until `release`. Any thread may call it."""
         with self._lease_lock:
@@ -265,7 +304,8 @@ class HostPool:
         """Give the memory back, with whatever the index still has in it; once closed, a no-op.
 
         Raises PoolInUseError, and leaves the pool open, while a lease is out, a transfer owns
-        slots, or views of the memory live.
+        slots, or views of the memory live. Raises PinError, and keeps the memory, where the driver
+        does not let go of it: the pool is no longer pinned, and `close` may be called again.
         """
         with self._lease_lock:
             if self.closed:
@@ -278,6 +318,11 @@ class HostPool:
                 )
             del self._digests  # a view of ours would keep the mapping open
             try:
+                # A pool that stays open must stay pinned: no view first, then the driver.
+                self._mapping.check_no_view()
+                if self._registration is not None:
+                    self._registration.close()
+                    self._registration = None
                 self._mapping.close()
             finally:
                 if not self._mapping.closed:

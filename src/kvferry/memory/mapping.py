@@ -90,6 +90,15 @@ class HostMapping:
         """
         return memoryview(self._opened())[self._offset : self._offset + self._num_bytes]
 
+    def check_no_view(self) -> None:
+        """Raise PoolInUseError where `close` would: while a view of the memory lives."""
+        mapped = self._opened()
+        try:
+            # To the size it has already: this does nothing, but is refused while a view lives.
+            mapped.resize(len(mapped))
+        except BufferError as bad:
+            raise self._in_use() from bad
+
     def close(self) -> None:
         """Give the memory back; a second call does nothing.
 
@@ -100,10 +109,7 @@ class HostMapping:
         try:
             self._map.close()
         except BufferError as bad:
-            raise PoolInUseError(
-                f"{self._num_bytes} bytes at {self._address:#x} cannot be unmapped while arrays, "
-                f"tensors or memoryviews of them live: drop those first"
-            ) from bad
+            raise self._in_use() from bad
         self._map = None
 
     def __enter__(self) -> Self:
@@ -125,6 +131,12 @@ class HostMapping:
                 f"until the last use"
             )
         return self._map
+
+    def _in_use(self) -> PoolInUseError:
+        return PoolInUseError(
+            f"{self._num_bytes} bytes at {self._address:#x} cannot be unmapped while arrays, "
+            f"tensors or memoryviews of them live: drop those first"
+        )
 
     def _commit(self) -> str:
         opened = self._opened()

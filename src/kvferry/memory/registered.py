@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvferry.errors import PoolClosedError, PoolInUseError, ViewError
-from kvferry.geometry import Geometry, PoolView, SlotDims
+from kvferry.errors import (
+    HostMemoryError,
+    PinError,
+    PoolClosedError,
+    PoolInUseError,
+    ViewError,
+)
+from kvferry.geometry import Geometry, LayerView, PoolView, SlotDims
+from kvferry.memory.mapping import HostMapping
+from kvferry.memory.pinned import look_up, register
+from kvferry.memory.registration import PinDriver, Registration
 from kvferry.types import SlotKind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
 __all__ = ["RegisteredHostPool"]
+
+_DIGEST_BYTES = 8
 
 
 class RegisteredHostPool:
@@ -34,6 +46,7 @@ class RegisteredHostPool:
     Raises:
         ViewError: A plane is missing, lies on a device, or has rows that are no whole number of
             pages, or planes differ in their number of pages.
+        BudgetError: There is no memory for the digests.
     """
 
     def __init__(
@@ -64,12 +77,13 @@ class RegisteredHostPool:
         self.kind = kind
         self.view = view
         self.num_slots = next(iter(pages.values()))
-        self.digests: NDArray[np.uint64] = np.zeros(
-            (self.num_slots, len(geometry.spans(kind))), dtype=np.uint64
-        )
+        self._num_spans = len(geometry.spans(kind))
+        self._layers = [layer for name in planes for layer in view.layers[name]]
+        self._mapping = HostMapping(self.num_slots * self._num_spans * _DIGEST_BYTES)
+        self._digests = self._digest_table()
+        self._registration: Registration | None = None
         self._lock = threading.Lock()
         self._leases = 0
-        self._closed = False
 
     @classmethod
     def from_tensors(
@@ -90,25 +104,142 @@ class RegisteredHostPool:
         view = PoolView.from_tensors(geometry, tensors, slot_dims=slot_dims, layer_dim=layer_dim)
         return cls(geometry, view, kind=kind)
 
+    @property
+    def digests(self) -> NDArray[np.uint64]:
+        """The digest table, uint64 [num_slots, spans a slot], in place; 0 says "no digest".
+
+        Keeps the pool from closing while it is held.
+        """
+        self._check_open()
+        return self._digests
+
+    @property
+    def closed(self) -> bool:
+        """Whether the pool was closed."""
+        return self._mapping.closed
+
+    @property
+    def registration(self) -> Registration | None:
+        """Where a GPU finds the pool; None: it is not pinned, and no GPU may be sent there."""
+        pinned = self._registration
+        return None if pinned is None or pinned.closed else pinned
+
+    def pin(
+        self,
+        driver: PinDriver,
+        *,
+        pin_tensors: bool = False,
+        chunk_bytes: int | None = None,
+        allow_gaps: bool = False,
+    ) -> Registration:
+        """Register the digest table, and look the tensors up or register them too.
+
+        Args:
+            driver: What talks to the driver.
+            pin_tensors: The tensors are not pinned yet: register the memory pages that they lie
+                in, until the pool is closed. Otherwise they must be pinned already, and stay so.
+            chunk_bytes: As for `register`.
+            allow_gaps: As for `register`.
+
+        Raises:
+            PinError: The driver refused, or the tensors are not pinned, and nothing was changed;
+                or the pool is pinned already.
+        """
+        with self._lock:
+            self._check_open()
+            if self._registration is not None:
+                raise PinError(
+                    "the pool is pinned already, or being closed: use its `registration`, or make "
+                    "a new pool"
+                )
+            table, size = self._mapping.address, self._mapping.num_bytes
+            parts = [register(table, size, driver, owner=self._mapping)]
+            try:
+                for start, end in _ranges(self._layers, whole_pages=pin_tensors):
+                    if pin_tensors:
+                        part = register(
+                            start,
+                            end - start,
+                            driver,
+                            chunk_bytes=chunk_bytes,
+                            allow_gaps=allow_gaps,
+                            owner=self.view,
+                        )
+                    else:
+                        part = look_up(start, end - start, driver, owner=self.view)
+                    parts.append(part)
+            except BaseException as cause:
+                for part in reversed(parts):
+                    part.__exit__(type(cause), cause, None)
+                raise
+            self._registration = Registration.merged(driver, parts)
+            return self._registration
+
     def acquire(self) -> None:
         """Keep the pool open; raises PoolClosedError if it is closed."""
         with self._lock:
-            if self._closed:
-                raise PoolClosedError(
-                    "this registered host pool is closed; register its tensors anew"
-                )
+            self._check_open()
             self._leases += 1
 
     def release(self) -> None:
-        """Give back one `acquire`."""
+        """Give back one `acquire`. Raises HostMemoryError when none is out."""
         with self._lock:
+            if self._leases == 0:
+                raise HostMemoryError(
+                    "release() was called with 0 leases out: call it once for each acquire()"
+                )
             self._leases -= 1
 
     def close(self) -> None:
-        """Forget the tensors. Raises PoolInUseError while a transfer uses them; may be repeated."""
+        """Unregister what `pin` registered and forget the tensors; once closed, a no-op.
+
+        Raises PoolInUseError, and leaves the pool open, while a transfer or a view of the digests
+        uses it. Raises PinError where the driver does not let go of the memory: the pool is no
+        longer pinned, and `close` may be called again.
+        """
         with self._lock:
+            if self.closed:
+                return
             if self._leases:
                 raise PoolInUseError(
                     f"{self._leases} transfers still use this host pool; wait for them, then close"
                 )
-            self._closed = True
+            del self._digests  # a view of ours would keep the mapping open
+            try:
+                # A pool that stays open must stay pinned: no view first, then the driver.
+                self._mapping.check_no_view()
+                if self._registration is not None:
+                    self._registration.close()
+                    self._registration = None
+                self._mapping.close()
+            finally:
+                if not self._mapping.closed:
+                    self._digests = self._digest_table()
+
+    def _digest_table(self) -> NDArray[np.uint64]:
+        table: NDArray[np.uint64] = np.frombuffer(self._mapping.view, dtype=np.uint64)
+        return table.reshape(self.num_slots, self._num_spans)
+
+    def _check_open(self) -> None:
+        if self._mapping.closed:
+            raise PoolClosedError("this registered host pool is closed; register its tensors anew")
+
+
+def _ranges(layers: Iterable[LayerView], *, whole_pages: bool) -> Iterator[tuple[int, int]]:
+    """Where `layers` lie, as (start, end); layers that share bytes are in one.
+
+    With `whole_pages` the ranges are memory pages, which can be registered only once each, and
+    neighbours are in one too.
+    """
+    page = mmap.PAGESIZE if whole_pages else 1
+    found: tuple[int, int] | None = None
+    for layer in sorted(layers, key=lambda layer: layer.address):
+        start, end = layer.address // page * page, -(-layer.end // page) * page
+        if found is not None and (start <= found[1] if whole_pages else start < found[1]):
+            found = (found[0], max(found[1], end))
+        else:
+            if found is not None:
+                yield found
+            found = (start, end)
+    if found is not None:
+        yield found

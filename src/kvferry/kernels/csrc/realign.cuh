@@ -70,6 +70,7 @@ struct Granule {
   uint64_t address;
   uint32_t in_tile;  // bytes from the tile's begin
   uint32_t size;     // 0 where there is none
+  bool in_range;     // whether the run's device row exists
 };
 
 // Granules a lane may find in a run, for numbering: one more than fit, as both ends may be cut.
@@ -93,9 +94,10 @@ KVFERRY_HD __forceinline__ Granule granule_of(const Transfer &transfer, const Sp
   uint32_t end = begin + run;
   begin = begin < tile.begin ? tile.begin : begin;
   end = end > tile.end ? tile.end : end;
-  Granule granule = {0, 0, 0};
+  Granule granule = {0, 0, 0, true};
   const uint64_t address = side_address(transfer, span, tile, begin, host);
   if (address == 0) {
+    granule.in_range = false;
     return granule;
   }
   const uint64_t first = address / kGranule * kGranule + number % per_run * kGranule;
@@ -199,21 +201,23 @@ KVFERRY_HD __forceinline__ Package16 take_package(const unsigned char *room, uin
 // Loads that a lane has on the way before it writes the first to shared memory.
 constexpr uint32_t kTileDepth = 4;
 
-// Phase 1: the source side's granules into the room.
-KVFERRY_HD __forceinline__ void read_tile(const Transfer &transfer, const Span &span,
+// Phase 1: the source side's granules into the room; whether all of this lane's were there.
+KVFERRY_HD __forceinline__ bool read_tile(const Transfer &transfer, const Span &span,
                                           const Tile &tile, bool from_host, unsigned char *room,
                                           uint32_t lane) {
   const View &view = side_of(span, from_host);
   const uint32_t count = runs_in(tile, view) * granules_of(view);
+  bool whole = true;
   for (uint32_t first = lane; first < count; first += kLanes * kTileDepth) {
     Granule granules[kTileDepth];
     Package16 packages[kTileDepth];
 #pragma unroll
     for (uint32_t i = 0; i < kTileDepth; ++i) {
       const uint32_t number = first + i * kLanes;
-      granules[i].size = 0;
+      granules[i] = {0, 0, 0, true};
       if (number < count) {
         granules[i] = granule_of(transfer, span, tile, from_host, number);
+        whole = whole && granules[i].in_range;
         if (granules[i].size == kGranule) {
           packages[i] = load_once16(granules[i].address);
         }
@@ -238,6 +242,7 @@ KVFERRY_HD __forceinline__ void read_tile(const Transfer &transfer, const Span &
       }
     }
   }
+  return whole;
 }
 
 // Phase 2: the weights of this lane's words of the tile.
@@ -251,6 +256,19 @@ KVFERRY_HD __forceinline__ uint64_t weigh_tile(const Tile &tile, const unsigned 
     sum += weigh_word(value, tile.begin / 8 + word);
   }
   return sum;
+}
+
+// Phase 3 of a store whose tile lacks device rows: byte by byte, so that what has no source stays as
+// it is, whatever the host's granules hold of it.
+KVFERRY_HD __forceinline__ void write_torn_tile(const Transfer &transfer, const Span &span,
+                                                const Tile &tile, const unsigned char *room,
+                                                uint32_t lane) {
+  for (uint32_t at = tile.begin + lane; at < tile.end; at += kLanes) {
+    if (side_address(transfer, span, tile, at, false) != 0) {
+      const uint64_t address = side_address(transfer, span, tile, at, true);
+      *reinterpret_cast<unsigned char *>(address) = room[tile.shift + at - tile.begin];
+    }
+  }
 }
 
 // Phase 3: out of the room into the destination side's granules.
@@ -290,10 +308,12 @@ __device__ __forceinline__ void realign_span(const Transfer &transfer, uint32_t 
     const uint32_t page = static_cast<uint32_t>(number / per_page);
     const Tile tile = make_tile(transfer, span, span_index, page,
                                 static_cast<uint32_t>(number - uint64_t{page} * per_page));
-    read_tile(transfer, span, tile, from_host, room, lane);
+    const bool whole = warp_all(read_tile(transfer, span, tile, from_host, room, lane));
     warp_barrier();
-    if (!digest_only) {
+    if (!digest_only && (whole || from_host)) {
       write_tile(transfer, span, tile, !from_host, room, lane);
+    } else if (!digest_only) {
+      write_torn_tile(transfer, span, tile, room, lane);
     }
     if (transfer.verify != 0) {
       const uint64_t sum = warp_sum(weigh_tile(tile, room, lane));

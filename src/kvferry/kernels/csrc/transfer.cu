@@ -1,5 +1,17 @@
 // The kernels of the direct mover. Each takes one Transfer by value and goes over its spans; grids
 // of any size work, so the number of blocks is a quota and nothing else.
+//
+// Compiling takes time: KVFERRY_KERNEL_FLAT, _REALIGN, _GROUPED and _FINISH choose kernels, and with
+// none of them all are compiled.
+#if !defined(KVFERRY_KERNEL_FLAT) && !defined(KVFERRY_KERNEL_REALIGN) && \
+    !defined(KVFERRY_KERNEL_GROUPED) && !defined(KVFERRY_KERNEL_FINISH)
+#define KVFERRY_KERNEL_FLAT
+#define KVFERRY_KERNEL_REALIGN
+#define KVFERRY_KERNEL_GROUPED
+#define KVFERRY_KERNEL_FINISH
+#endif
+
+#include "digest.cuh"
 #include "flat.cuh"
 #include "grouped.cuh"
 #include "realign.cuh"
@@ -13,6 +25,7 @@ constexpr int kFinishThreads = 256;
 
 }  // namespace
 
+#if defined(KVFERRY_KERNEL_FLAT)
 extern "C" __global__ void __launch_bounds__(kFlatThreads, 1)
     kvferry_flat(const __grid_constant__ kvferry::Transfer transfer) {
   for (uint32_t i = 0; i < transfer.num_spans; ++i) {
@@ -24,7 +37,9 @@ extern "C" __global__ void __launch_bounds__(kFlatThreads, 1)
     }
   }
 }
+#endif
 
+#if defined(KVFERRY_KERNEL_REALIGN)
 // Shared memory: kTileRoom bytes a warp.
 extern "C" __global__ void __launch_bounds__(kRealignThreads, 1)
     kvferry_realign(const __grid_constant__ kvferry::Transfer transfer, uint32_t digest_only) {
@@ -34,7 +49,9 @@ extern "C" __global__ void __launch_bounds__(kRealignThreads, 1)
     kvferry::realign_span(transfer, i, kvferry::span_of(transfer, i), room, digest_only != 0);
   }
 }
+#endif
 
+#if defined(KVFERRY_KERNEL_GROUPED)
 // All spans of a launch share one resolution: (threads, package, packages a thread).
 extern "C" __global__ void __launch_bounds__(kGroupedThreads, 1)
     kvferry_grouped(const __grid_constant__ kvferry::Transfer transfer, uint32_t threads,
@@ -54,7 +71,9 @@ extern "C" __global__ void __launch_bounds__(kGroupedThreads, 1)
     }
   }
 }
+#endif
 
+#if defined(KVFERRY_KERNEL_FINISH)
 extern "C" __global__ void __launch_bounds__(kFinishThreads)
     kvferry_finish(const __grid_constant__ kvferry::Transfer transfer) {
   const uint32_t count = transfer.num_spans * transfer.num_pages;
@@ -63,3 +82,4 @@ extern "C" __global__ void __launch_bounds__(kFinishThreads)
     kvferry::finish_page(transfer, i / transfer.num_pages, i % transfer.num_pages);
   }
 }
+#endif

@@ -54,7 +54,7 @@ struct Span {
   uint32_t unused;
 };
 
-constexpr int kMaxRowTables = 8;
+constexpr int kMaxRowTables = 16;
 
 // One launch: some spans of a plan, all of its pages.
 struct Transfer {
@@ -62,7 +62,7 @@ struct Transfer {
   uint64_t rows[kMaxRowTables];  // device rows of each page, [num_pages, rows_per_page]
   uint64_t host_slots;           // int64 [num_pages]
   uint64_t page_seeds;           // uint64 [num_pages]
-  uint64_t sums;                 // uint64 [num_spans, num_pages], zero before the first launch
+  uint64_t sums;                 // uint64 [spans, num_pages], zero before the first launch
   uint64_t bad_pages;            // uint8 [num_pages], set to 1
   uint64_t fault;                // uint64: the lowest fault_code, all ones where there is none
   uint32_t num_pages;
@@ -139,7 +139,8 @@ KVFERRY_HD __forceinline__ void note_fault(const Transfer &transfer, const Span 
 
 KVFERRY_HD __forceinline__ uint64_t sum_address(const Transfer &transfer, uint32_t span,
                                                 uint32_t page) {
-  return transfer.sums + (static_cast<uint64_t>(span) * transfer.num_pages + page) * 8;
+  const uint64_t row = transfer.first_span + span;
+  return transfer.sums + (row * transfer.num_pages + page) * 8;
 }
 
 }  // namespace kvferry

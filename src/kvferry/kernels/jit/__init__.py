@@ -1,0 +1,47 @@
+"""GPU kernels at run time: compile with NVRTC, keep the cubins, load and launch them.
+
+Importing this loads neither the compiler nor the driver, and reads nothing.
+"""
+
+from kvferry.kernels.jit.build import Cubin, CubinOrigin, KernelLoader, cubin_for
+from kvferry.kernels.jit.compiler import (
+    OPTIONS,
+    Compiler,
+    CompileReport,
+    KernelResources,
+    architecture,
+    compile_cubin,
+    compile_report,
+    installed_compiler,
+)
+from kvferry.kernels.jit.cubin_cache import CacheCounts, CubinCache
+from kvferry.kernels.jit.driver import Context, Driver, Function, Module, driver_version
+from kvferry.kernels.jit.kernel_source import Header, KernelSource, cubin_key
+from kvferry.kernels.jit.launch import MAX_SHARED_BYTES, PreparedLaunch
+
+__all__ = [
+    "MAX_SHARED_BYTES",
+    "OPTIONS",
+    "CacheCounts",
+    "CompileReport",
+    "Compiler",
+    "Context",
+    "Cubin",
+    "CubinCache",
+    "CubinOrigin",
+    "Driver",
+    "Function",
+    "Header",
+    "KernelLoader",
+    "KernelResources",
+    "KernelSource",
+    "Module",
+    "PreparedLaunch",
+    "architecture",
+    "compile_cubin",
+    "compile_report",
+    "cubin_for",
+    "cubin_key",
+    "driver_version",
+    "installed_compiler",
+]

@@ -1,0 +1,107 @@
+"""The transfer kernels of one GPU, loaded when first used and launched with prepared arguments."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from kvferry.kernels.copy_config import CopyPath, GroupedConfig
+from kvferry.kernels.jit import KernelLoader, KernelSource, Module, PreparedLaunch
+from kvferry.kernels.transfer_args import TransferArgs
+
+__all__ = ["MoveKernels"]
+
+# As in csrc/transfer.cu: a larger block would leave too few registers for the loads in flight.
+_MOVE_THREADS = 512
+_FINISH_THREADS = 256
+_WARP_THREADS = 32
+# kTileRoom of csrc/realign.cuh: a tile of 2 KiB a warp and room to align it.
+_TILE_ROOM_BYTES = 2048 + 32
+
+_MAX_BLOCKS = 1 << 16
+
+
+class _Move(ctypes.Structure):
+    _fields_ = (("transfer", TransferArgs),)
+
+
+class _Realign(ctypes.Structure):
+    _fields_ = (("transfer", TransferArgs), ("digest_only", ctypes.c_uint32))
+
+
+class _Grouped(ctypes.Structure):
+    _fields_ = (
+        ("transfer", TransferArgs),
+        ("threads", ctypes.c_uint32),
+        ("package", ctypes.c_uint32),
+        ("per_thread", ctypes.c_uint32),
+    )
+
+
+class MoveKernels:
+    """Launches flat, realign, grouped and finish on one GPU.
+
+    `transfer` is shared by all of them: set its fields, then launch; the driver copies them. One
+    thread at a time, with the context current.
+    """
+
+    def __init__(self, loader: KernelLoader, device: int) -> None:
+        self._loader = loader
+        self._device = device
+        self._launches: dict[str, PreparedLaunch] = {}
+        self.transfer = TransferArgs()
+
+    def load(self, *paths: CopyPath) -> None:
+        """Compile or load what `paths` need, so that the first transfer does not."""
+        for path in paths:
+            self._prepared(path.value)
+        self._prepared("finish")
+
+    def flat(self, num_blocks: int, stream: Any) -> None:
+        """Move the spans of `transfer` in wide packages."""
+        self._launch(CopyPath.FLAT.value, num_blocks, stream)
+
+    def realign(self, num_blocks: int, stream: Any, *, digest_only: bool = False) -> None:
+        """Move the spans of `transfer` through shared memory, or only add up their digests."""
+        prepared = self._prepared(CopyPath.REALIGN.value)
+        prepared.parameters.digest_only = digest_only
+        self._launch(CopyPath.REALIGN.value, num_blocks, stream)
+
+    def grouped(self, config: GroupedConfig, num_blocks: int, stream: Any) -> None:
+        """Move the spans of `transfer` element by element; its digests need `realign` after it."""
+        parameters = self._prepared(CopyPath.GROUPED.value).parameters
+        parameters.threads = config.threads
+        parameters.package = config.package
+        parameters.per_thread = config.packages_per_thread
+        self._launch(CopyPath.GROUPED.value, num_blocks, stream)
+
+    def finish(self, num_digests: int, stream: Any) -> None:
+        """Turn the sums of all spans of `transfer` into digests: write them or compare."""
+        self._launch("finish", -(-num_digests // _FINISH_THREADS), stream)
+
+    def _launch(self, name: str, num_blocks: int, stream: Any) -> None:
+        prepared = self._prepared(name)
+        prepared.parameters.transfer = self.transfer
+        prepared.resize((max(1, min(num_blocks, _MAX_BLOCKS)), 1, 1))
+        prepared.launch(stream)
+
+    def _prepared(self, name: str) -> PreparedLaunch:
+        found = self._launches.get(name)
+        if found is not None:
+            return found
+        function = self._module(name).function(f"kvferry_{name}")
+        threads = _FINISH_THREADS if name == "finish" else _MOVE_THREADS
+        shared = threads // _WARP_THREADS * _TILE_ROOM_BYTES if name == "realign" else 0
+        kinds = {CopyPath.REALIGN.value: _Realign, CopyPath.GROUPED.value: _Grouped}
+        parameters = kinds.get(name, _Move)()
+        prepared = PreparedLaunch(
+            function, parameters, grid=(1, 1, 1), block=(threads, 1, 1), shared_bytes=shared
+        )
+        self._launches[name] = prepared
+        return prepared
+
+    def _module(self, name: str) -> Module:
+        # Every unit has the finish kernel, and a move always came before: its unit is loaded.
+        unit = next(iter(self._launches), CopyPath.FLAT.value) if name == "finish" else name
+        source = KernelSource.packaged("transfer.cu", {f"KVFERRY_KERNEL_{unit.upper()}": 1})
+        return self._loader.load(source, self._device)

@@ -1,0 +1,162 @@
+"""The memory of one GPU transfer: what the kernels read beside the pools, and what they report.
+
+    pinned   | row tables | host slots | page seeds | fault |          copied in
+    device   | row tables | host slots | page seeds | fault | bad pages | sums |
+    pinned                                          | fault | bad pages |  copied out
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvferry.kernels import NO_FAULT
+from kvferry.kernels.jit import Context, DeviceBuffer, PinnedBuffer, Stream
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvferry.transfer.plan import TransferPlan
+
+__all__ = ["CommandBuffer", "CommandBuffers"]
+
+_ALIGNMENT = 256
+_SMALLEST_BYTES = 64 << 10
+
+
+class CommandBuffer:
+    """Room for one transfer at a time. Grows to what the largest needs, and never shrinks."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._device: DeviceBuffer | None = None
+        self._upload: PinnedBuffer | None = None
+        self._report: PinnedBuffer | None = None
+        self.row_tables: tuple[int, ...] = ()
+        self.host_slots = 0
+        self.page_seeds = 0
+        self.fault = 0
+        self.bad_pages = 0
+        self.sums = 0
+        self._upload_bytes = 0
+        self._clear_bytes = 0
+        self._num_pages = 0
+
+    @property
+    def device_bytes(self) -> int:
+        """The device memory it holds."""
+        return 0 if self._device is None else self._device.num_bytes
+
+    def lay_out(self, plan: TransferPlan, tables: list[NDArray[np.int64]], num_spans: int) -> None:
+        """Give every part its place and fill in what is copied in.
+
+        The buffer must be idle. Raises DriverError where there is no memory for it.
+        """
+        parts = [*tables, plan.host_slots, plan.page_seeds]
+        offsets, end = [], 0
+        for part in parts:
+            offsets.append(end)
+            end += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+        # The fault and the bad pages are neighbours: one copy brings back both.
+        fault = end + _ALIGNMENT - 8
+        self._upload_bytes = fault + 8
+        self._num_pages = plan.num_pages
+        bad_bytes = -(-plan.num_pages // _ALIGNMENT) * _ALIGNMENT
+        self._clear_bytes = bad_bytes + num_spans * plan.num_pages * 8
+        base = self._reserve(self._upload_bytes + self._clear_bytes, 8 + plan.num_pages)
+        *row_tables, self.host_slots, self.page_seeds = (base + offset for offset in offsets)
+        self.row_tables = tuple(row_tables)
+        self.fault = base + fault
+        self.bad_pages = self.fault + 8
+        self.sums = self.bad_pages + bad_bytes
+        assert self._upload is not None
+        staged = self._upload.address
+        for part, offset in zip(parts, offsets, strict=True):
+            whole = np.ascontiguousarray(part)
+            ctypes.memmove(staged + offset, whole.ctypes.data, whole.nbytes)
+        ctypes.c_uint64.from_address(staged + fault).value = NO_FAULT
+
+    def _reserve(self, device_bytes: int, report_bytes: int) -> int:
+        if self._device is None or self._device.num_bytes < device_bytes:
+            size = _SMALLEST_BYTES
+            while size < device_bytes:
+                size *= 2
+            self._close_one("_device")
+            self._close_one("_upload")
+            self._device = DeviceBuffer(self._context, size)
+            self._upload = PinnedBuffer(self._context, size)
+        if self._report is None or self._report.num_bytes < report_bytes:
+            self._close_one("_report")
+            self._report = PinnedBuffer(self._context, max(_SMALLEST_BYTES, 2 * report_bytes))
+        return self._device.address
+
+    def copy_in(self, stream: Stream) -> None:
+        """Bring it to the device and clear what the kernels add to."""
+        assert self._upload is not None
+        assert self._device is not None
+        stream.copy_in(self._device.address, self._upload.address, self._upload_bytes)
+        stream.clear(self.bad_pages, self._clear_bytes)
+
+    def copy_out(self, stream: Stream) -> None:
+        """Bring back what the kernels report."""
+        assert self._report is not None
+        stream.copy_out(self._report.address, self.fault, 8 + self._num_pages)
+
+    def report(self) -> tuple[int, tuple[int, ...]]:
+        """The fault code and the positions of bad pages; only once `copy_out` is over."""
+        assert self._report is not None
+        fault = ctypes.c_uint64.from_address(self._report.address).value
+        flags = np.frombuffer(
+            ctypes.string_at(self._report.address + 8, self._num_pages), dtype=np.uint8
+        )
+        return fault, tuple(int(page) for page in np.flatnonzero(flags))
+
+    def _close_one(self, name: str) -> None:
+        held = getattr(self, name)
+        setattr(self, name, None)
+        if held is not None:
+            held.close()
+
+    def close(self) -> None:
+        """Free everything; the buffer must be idle."""
+        for name in ("_device", "_upload", "_report"):
+            self._close_one(name)
+
+
+class CommandBuffers:
+    """The command buffers of one engine: a transfer takes an idle one, or a new one.
+
+    So submitting never waits for an earlier transfer, and memory follows the number of transfers
+    in flight, not their total.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._idle: list[CommandBuffer] = []
+        self._all: list[CommandBuffer] = []
+
+    @property
+    def device_bytes(self) -> int:
+        """The device memory of all of them."""
+        return sum(buffer.device_bytes for buffer in self._all)
+
+    def take(self) -> CommandBuffer:
+        """An idle buffer. The caller gives it back with `put`."""
+        if self._idle:
+            return self._idle.pop()
+        made = CommandBuffer(self._context)
+        self._all.append(made)
+        return made
+
+    def put(self, buffer: CommandBuffer) -> None:
+        """Give back a buffer that no transfer uses any more."""
+        self._idle.append(buffer)
+
+    def close(self) -> None:
+        """Free all of them; no transfer may be in flight."""
+        for buffer in self._all:
+            buffer.close()
+        self._all.clear()
+        self._idle.clear()

@@ -1,0 +1,152 @@
+"""The handle of a transfer that a GPU carries out."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvferry.errors import DriverError, TransferError, TransferFaultError, TransferTimeoutError
+from kvferry.kernels import fault_of
+from kvferry.transfer.handle import DEFAULT_TIMEOUT_SECS, TransferHandle
+
+if TYPE_CHECKING:
+    from kvferry.kernels.jit import Context, Event
+    from kvferry.transfer.command_buffer import CommandBuffer
+    from kvferry.transfer.plan import TransferPlan
+
+__all__ = ["DeviceTransfer"]
+
+
+class DeviceTransfer(TransferHandle):
+    """A transfer in a stream of the engine. Made by the mover that carries it out."""
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        *,
+        path: str,
+        verified: bool,
+        context: Context,
+        current_stream: Callable[[], int],
+        commands: CommandBuffer,
+        layers: Mapping[int, Event],
+        finished: Event,
+        on_done: Callable[[DeviceTransfer, CommandBuffer, Sequence[Event]], None],
+    ) -> None:
+        self.plan = plan
+        self._path = path
+        self._verified = verified
+        self._context = context
+        self._current_stream = current_stream
+        self._commands = commands
+        self._layers = layers
+        self._finished = finished
+        self._on_done = on_done
+        self._error: TransferError | None = None
+        self._bad_pages: tuple[int, ...] = ()
+        self._over = False
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+    @property
+    def verified(self) -> bool:
+        return self._verified
+
+    @property
+    def done(self) -> bool:
+        self.poll()
+        return self._over
+
+    def poll(self) -> None:
+        """Look whether the GPU is done; if so take its report and give the buffers back."""
+        if not self._over:
+            with self._context.current():
+                self._settle()
+
+    @property
+    def error(self) -> TransferError | None:
+        return self._error if self.done else None
+
+    @property
+    def bad_pages(self) -> tuple[int, ...]:
+        return self._bad_pages if self.done else ()
+
+    def fail(self, fault: DriverError) -> None:
+        """The transfer could not be submitted whole: it ends as failed when the rest is over."""
+        self._error = TransferFaultError(
+            f"{self.plan.direction.value} of {self.plan.num_pages} pages on path {self._path} "
+            f"failed: {fault}"
+        )
+        self._error.__cause__ = fault
+
+    def wait_layer(self, layer: int, stream: int | None = None) -> None:
+        self._raise_error()
+        reached = self._layers.get(layer)
+        if reached is None:
+            raise TransferError(
+                f"model layer {layer} is not part of this transfer; it moves layers "
+                f"{', '.join(map(str, self.plan.model_layers))}"
+            )
+        self._order(reached, stream)
+
+    def wait_all(self, stream: int | None = None) -> None:
+        self._raise_error()
+        self._order(self._finished, stream)
+
+    def _order(self, event: Event, stream: int | None) -> None:
+        if self._over:
+            return
+        with self._context.current():
+            event.block(self._current_stream() if stream is None else stream)
+
+    def wait(self, timeout: float = DEFAULT_TIMEOUT_SECS) -> None:
+        deadline = time.monotonic() + timeout
+        while not self.done:
+            if time.monotonic() >= deadline:
+                raise TransferTimeoutError(
+                    f"{self.plan.direction.value} of {self.plan.num_pages} pages on path "
+                    f"{self._path} is not over after {timeout:g} s; it goes on: wait again, or "
+                    f"look at what its stream waits for"
+                )
+            os.sched_yield()
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _settle(self) -> None:
+        commands = self._commands
+        try:
+            if not self._finished.reached:
+                return
+        except DriverError as fault:
+            self.fail(fault)
+        else:
+            if self._error is None:
+                self._read_report(commands)
+        self._over = True
+        self._on_done(self, commands, (*self._layers.values(), self._finished))
+
+    def _read_report(self, commands: CommandBuffer) -> None:
+        code, self._bad_pages = commands.report()
+        fault = fault_of(code)
+        if fault is not None:
+            self._error = TransferFaultError(
+                f"a device slot of plane {self._plane_of_table(fault.rows_table)!r} is outside its "
+                f"pool, first at page {fault.page}, row {fault.row} of the plan; its element was "
+                f"left out and the page is bad: check the index tensor"
+            )
+
+    def _plane_of_table(self, table: int) -> str:
+        seen: list[Any] = []
+        for name, rows in self.plan.device_rows.items():
+            if not any(rows is other for other in seen):
+                seen.append(rows)
+            if len(seen) == table + 1:
+                return name
+        return "?"

@@ -1,0 +1,322 @@
+"""The direct mover: one kernel a layer reads or writes mapped host memory in place."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvferry.errors import DriverError, PlanError
+from kvferry.kernels import (
+    CopyDecision,
+    CopyPath,
+    GroupedConfig,
+    MoveKernels,
+    decide_span,
+    span_args,
+)
+from kvferry.kernels.jit import Event, Stream
+from kvferry.transfer.command_buffer import CommandBuffer, CommandBuffers
+from kvferry.transfer.device_transfer import DeviceTransfer
+from kvferry.transfer.span_table import Carried, Launch, SpanTable
+from kvferry.types import Direction
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvferry.geometry import LayerView, PoolView, Span
+    from kvferry.kernels.jit import KernelLoader
+    from kvferry.transfer.host_pages import PinnedPages
+    from kvferry.transfer.plan import TransferPlan
+
+__all__ = ["DEFAULT_BLOCKS", "DirectMover"]
+
+DEFAULT_BLOCKS: Mapping[CopyPath, int] = {
+    CopyPath.FLAT: 16,
+    CopyPath.REALIGN: 32,
+    CopyPath.GROUPED: 16,
+}
+"""Blocks of a launch, each on a multiprocessor of its own. More starve what computes beside."""
+
+# A plan's kind (its spans, runs and row tables) is laid out once; this many kinds are kept.
+_MAX_TABLES = 64
+_FINISH_BLOCK = 256
+
+_TableKey = tuple[tuple[tuple[int, int, int], ...], int]
+
+
+class DirectMover:
+    """Carries out plans between a GPU's pool and pinned host memory, in streams of its own.
+
+    Loads and stores each have a stream. A transfer starts after what the caller's stream holds
+    when it is submitted, and the caller's stream waits for it only where it is told to.
+
+    Args:
+        device: The pool, on one GPU.
+        host: Page slots that can be pinned.
+        loader: Where kernels come from.
+        verify: Make digests on store and check them on load.
+        blocks: Blocks of a launch; None: `DEFAULT_BLOCKS`.
+        path: Carry everything this way, or refuse; None: flat, where it cannot realign.
+        unroll: With grouped: how its threads share an element.
+        disabled: Paths not to use.
+    """
+
+    def __init__(
+        self,
+        device: PoolView,
+        host: PinnedPages,
+        loader: KernelLoader,
+        *,
+        verify: bool,
+        blocks: int | None = None,
+        path: CopyPath | None = None,
+        unroll: int | None = None,
+        disabled: frozenset[str] = frozenset(),
+    ) -> None:
+        self._device = device
+        self._host = host
+        self._verify = verify
+        self._blocks = blocks
+        self._path = path
+        self._unroll = unroll
+        self._disabled = disabled
+        self._gpu = _gpu_index(device.device)
+        self._context = loader.driver.context(self._gpu)
+        with self._context.current():
+            self._pinned = host.pin(loader.driver)
+            self._kernels = MoveKernels(loader, self._gpu)
+            self._streams = {direction: Stream(self._context) for direction in Direction}
+            self._ready = {direction: Event(self._context) for direction in Direction}
+        self._commands = CommandBuffers(self._context)
+        self._events: list[Event] = []
+        self._tables: collections.OrderedDict[_TableKey, SpanTable] = collections.OrderedDict()
+        self._in_flight: dict[int, DeviceTransfer] = {}
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that it holds for transfers in flight."""
+        return self._commands.device_bytes
+
+    def decide(self, span: Span, run_rows: int) -> CopyDecision:
+        """Which kernel carries `span` where `run_rows` rows are neighbours, and why."""
+        return decide_span(
+            span,
+            self._device.view(span.plane.name, span.layer),
+            self._host_view(span),
+            run_rows=run_rows,
+            path=self._path,
+            unroll=self._unroll,
+            disabled=self._disabled,
+        )
+
+    def submit(self, plan: TransferPlan, stream: int | None) -> DeviceTransfer:
+        """Start `plan` after what `stream` holds now; None: the caller's current stream.
+
+        Raises:
+            PlanError: A span cannot be carried the way that was asked for.
+            DriverError: There is no device memory for the transfer's indices.
+        """
+        with self._context.current():
+            self._reap()
+            tables, table_of = _row_tables(plan)
+            table = self._table(plan, table_of)
+            commands = self._commands.take()
+            try:
+                commands.lay_out(plan, tables, table.num_spans)
+            except DriverError:
+                self._commands.put(commands)
+                raise
+            self._host.acquire()
+            return self._start(plan, table, commands, stream)
+
+    def _start(
+        self, plan: TransferPlan, table: SpanTable, commands: CommandBuffer, stream: int | None
+    ) -> DeviceTransfer:
+        ours = self._streams[plan.direction]
+        layers: dict[int, Event] = {}
+        finished = self._event()
+        transfer = DeviceTransfer(
+            plan,
+            path=f"direct:{table.path}",
+            verified=self._verify,
+            context=self._context,
+            current_stream=self.current_stream,
+            commands=commands,
+            layers=layers,
+            finished=finished,
+            on_done=self._retire,
+        )
+        self._in_flight[id(transfer)] = transfer
+        try:
+            ready = self._ready[plan.direction]
+            ready.record(self.current_stream() if stream is None else stream)
+            ours.wait_for(ready)
+            commands.copy_in(ours)
+            self._launch(plan, table, commands, ours, layers)
+            commands.copy_out(ours)
+        except DriverError as fault:
+            transfer.fail(fault)
+        finished.record(ours.handle)
+        return transfer
+
+    def _launch(
+        self,
+        plan: TransferPlan,
+        table: SpanTable,
+        commands: CommandBuffer,
+        stream: Stream,
+        layers: dict[int, Event],
+    ) -> None:
+        if not plan.num_pages:
+            self._record_layers(table, stream, layers)
+            return
+        args = self._kernels.transfer
+        args.spans = table.address
+        for index, address in enumerate(commands.row_tables):
+            args.rows[index] = address
+        args.host_slots = commands.host_slots
+        args.page_seeds = commands.page_seeds
+        args.sums = commands.sums
+        args.bad_pages = commands.bad_pages
+        args.fault = commands.fault
+        args.num_pages = plan.num_pages
+        args.index_bytes = 8
+        args.is_load = plan.direction is Direction.LOAD
+        args.verify = self._verify
+        for launch in table.launches:
+            args.first_span, args.num_spans = launch.first, launch.count
+            self._move(launch, stream.handle)
+            if launch.ends_layer is not None:
+                layers[launch.ends_layer] = self._recorded(stream)
+        if self._verify:
+            args.first_span, args.num_spans = 0, table.num_spans
+            self._kernels.finish(table.num_spans * plan.num_pages, stream.handle)
+
+    def _move(self, launch: Launch, stream: Any) -> None:
+        blocks = self._blocks or DEFAULT_BLOCKS[launch.path]
+        if launch.path is CopyPath.FLAT:
+            self._kernels.flat(blocks, stream)
+        elif launch.path is CopyPath.REALIGN:
+            self._kernels.realign(blocks, stream)
+        else:
+            assert launch.grouped is not None
+            self._kernels.grouped(launch.grouped, blocks, stream)
+            if self._verify:
+                self._kernels.realign(blocks, stream, digest_only=True)
+
+    def _record_layers(self, table: SpanTable, stream: Stream, layers: dict[int, Event]) -> None:
+        for launch in table.launches:
+            if launch.ends_layer is not None:
+                layers[launch.ends_layer] = self._recorded(stream)
+
+    def _table(self, plan: TransferPlan, table_of: dict[str, int]) -> SpanTable:
+        runs = {name: plan.device_run(name) for name in plan.device_rows}
+        key: _TableKey = (
+            tuple((s.index, table_of[s.plane.name], runs[s.plane.name]) for s in plan.spans),
+            0,
+        )
+        found = self._tables.get(key)
+        if found is None:
+            carried = [
+                self._carry(span, table_of[span.plane.name], runs[span.plane.name])
+                for span in plan.spans
+            ]
+            found = self._tables[key] = SpanTable(self._context, carried)
+            if len(self._tables) > _MAX_TABLES and not self._in_flight:
+                self._tables.popitem(last=False)[1].close()
+        self._tables.move_to_end(key)
+        return found
+
+    def _carry(self, span: Span, rows_table: int, run_rows: int) -> Carried:
+        decision = self.decide(span, run_rows)
+        if decision.chosen is None:
+            raise PlanError(
+                f"plane {span.plane.name!r}, layer {span.layer} cannot move as asked: "
+                f"{decision.reason}"
+            )
+        grouped: GroupedConfig | None = None
+        if decision.chosen is CopyPath.GROUPED:
+            grouped = decision.grouped.config
+        digests: NDArray[np.uint64] = self._host.digests
+        address = digests.ctypes.data + span.index * digests.itemsize
+        args = span_args(
+            span,
+            self._device.view(span.plane.name, span.layer),
+            self._host_view(span),
+            run_rows=run_rows,
+            digest_address=self._pinned.device_address(address),
+            digest_stride=digests.strides[0],
+            rows_table=rows_table,
+        )
+        return Carried(span.model_layer, decision.chosen, grouped, args)
+
+    def _host_view(self, span: Span) -> LayerView:
+        """The span's rows on the host, where the device sees them."""
+        view = self._host.view.view(span.plane.name, span.layer)
+        return dataclasses.replace(view, address=self._pinned.device_address(view.address))
+
+    def current_stream(self) -> int:
+        """The caller's current stream on this GPU: torch's where torch is loaded, else the legacy."""
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return 0
+        return int(torch.cuda.current_stream(self._gpu).cuda_stream)
+
+    def _event(self) -> Event:
+        return self._events.pop() if self._events else Event(self._context)
+
+    def _recorded(self, stream: Stream) -> Event:
+        event = self._event()
+        event.record(stream.handle)
+        return event
+
+    def _reap(self) -> None:
+        """Retire what is over, so that buffers and events of dropped handles come back."""
+        for transfer in list(self._in_flight.values()):
+            transfer.poll()
+
+    def _retire(
+        self, transfer: DeviceTransfer, commands: CommandBuffer, events: Sequence[Event]
+    ) -> None:
+        del self._in_flight[id(transfer)]
+        self._commands.put(commands)
+        self._events.extend(events)
+        self._host.release()
+
+    def close(self) -> None:
+        """Wait for what is in flight, then give all memory back."""
+        for transfer in list(self._in_flight.values()):
+            transfer.wait()
+        with self._context.current():
+            self._commands.close()
+            while self._tables:
+                self._tables.popitem()[1].close()
+            for event in (*self._events, *self._ready.values()):
+                event.close()
+            self._events.clear()
+            for stream in self._streams.values():
+                stream.close()
+
+
+def _row_tables(plan: TransferPlan) -> tuple[list[NDArray[np.int64]], dict[str, int]]:
+    """The different row arrays of a plan, and which of them each plane uses."""
+    tables: list[NDArray[np.int64]] = []
+    table_of: dict[str, int] = {}
+    for name, rows in plan.device_rows.items():
+        known = next((index for index, one in enumerate(tables) if one is rows), None)
+        if known is None:
+            known = len(tables)
+            tables.append(rows)
+        table_of[name] = known
+    return tables, table_of
+
+
+def _gpu_index(device: str) -> int:
+    kind, _, index = device.partition(":")
+    if kind != "cuda":
+        raise PlanError(f"device {device} is no NVIDIA GPU; the direct mover serves cuda devices")
+    return int(index or 0)
