@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvferry.errors import PoolClosedError, PoolInUseError, ViewError
+from kvferry.errors import HostMemoryError, PoolClosedError, PoolInUseError, ViewError
 from kvferry.geometry import Geometry, PoolView, SlotDims
 from kvferry.types import SlotKind
 
@@ -100,8 +100,12 @@ class RegisteredHostPool:
             self._leases += 1
 
     def release(self) -> None:
-        """Give back one `acquire`."""
+        """Give back one `acquire`. Raises HostMemoryError when none is out."""
         with self._lock:
+            if self._leases == 0:
+                raise HostMemoryError(
+                    "release() was called with 0 leases out: call it once for each acquire()"
+                )
             self._leases -= 1
 
     def close(self) -> None:

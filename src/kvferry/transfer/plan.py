@@ -152,6 +152,11 @@ def blocks_to_rows(block_ids: Any, *, block_size: int, page_size: int) -> NDArra
             f"choose a page_size that is a multiple or a divisor of {block_size}"
         )
     blocks = _indices("block_ids", block_ids).ravel()
+    if blocks.size and int(blocks.max()) >= _MAX_INDEX // block_size:
+        raise PlanError(
+            f"block_ids holds {int(blocks.max())}; with {block_size} tokens a block, ids lie below "
+            f"{_MAX_INDEX // block_size}"
+        )
     tokens = len(blocks) * block_size
     if tokens % page_size:
         raise PlanError(
@@ -163,7 +168,14 @@ def blocks_to_rows(block_ids: Any, *, block_size: int, page_size: int) -> NDArra
 
 
 def _indices(what: str, given: Any) -> NDArray[np.int64]:
-    array = np.asarray(given)
+    """The plan's own copy: what its caller does with `given` afterwards changes nothing."""
+    try:
+        array = np.asarray(given)
+    except (TypeError, ValueError) as bad:
+        raise PlanError(
+            f"{what} is no array of indices ({bad}); give lists of equal length, or a dense array "
+            f"in host memory"
+        ) from bad
     if array.size == 0:
         return array.astype(np.int64)
     if array.dtype.kind not in "iu":
@@ -172,7 +184,9 @@ def _indices(what: str, given: Any) -> NDArray[np.int64]:
     if low < 0 or high >= _MAX_INDEX:
         bad = low if low < 0 else high
         raise PlanError(f"{what} holds {bad}; indices lie between 0 and the size of the pool")
-    return np.ascontiguousarray(array, dtype=np.int64)
+    indices = np.array(array, dtype=np.int64, order="C")
+    indices.setflags(write=False)
+    return indices
 
 
 def _check_unique(what: str, indices: NDArray[np.int64]) -> None:
