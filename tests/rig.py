@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -114,19 +115,21 @@ class Rig:
         device_memory, host_memory = [], []
         for name, plane in planes.items():
             rows = num_rows if isinstance(num_rows, int) else num_rows[name]
-            in_blocks = {"num_rows": rows, "block_rows": block_rows}
-            placed = place_device_layers(device_layout, plane, base=0, **in_blocks)
-            device_memory.append(guarded(num_pool_bytes(placed)))
-            device_layers[name] = place_device_layers(
-                device_layout, plane, base=device_memory[-1].address, **in_blocks
+            place = functools.partial(
+                place_device_layers, device_layout, plane, num_rows=rows, block_rows=block_rows
             )
+            device_memory.append(guarded(num_pool_bytes(place(base=0))))
+            device_layers[name] = place(base=device_memory[-1].address)
             if host_layout is not None:
-                pages = {"rows_per_page": geometry.rows_per_page(plane), "num_pages": num_slots}
-                placed = place_host_layers(host_layout, plane, base=0, **pages)
-                host_memory.append(guarded(num_pool_bytes(placed)))
-                host_layers[name] = place_host_layers(
-                    host_layout, plane, base=host_memory[-1].address, **pages
+                place_host = functools.partial(
+                    place_host_layers,
+                    host_layout,
+                    plane,
+                    rows_per_page=geometry.rows_per_page(plane),
+                    num_pages=num_slots,
                 )
+                host_memory.append(guarded(num_pool_bytes(place_host(base=0))))
+                host_layers[name] = place_host(base=host_memory[-1].address)
         host: HostPool | RegisteredHostPool
         if host_layout is None:
             host, memory = own_pool(geometry, num_slots, kind)
@@ -176,8 +179,8 @@ class Rig:
 
     def transfer(self, plan: TransferPlan, path: str, **options: Any) -> TransferHandle:
         """Carry `plan` out on `path` and compare all memory."""
-        device_images, device = self._copies(self.device_memory, self.device)
-        host_images, host = self._copies(self.host_memory, self.host.view)
+        device_images, device = self.copies(self.device_memory, self.device)
+        host_images, host = self.copies(self.host_memory, self.host.view)
         move_rows(plan, device, host)
         engine = TransferEngine(self.device, self.host, path=path, **options)
         is_load = plan.direction is Direction.LOAD
@@ -186,23 +189,23 @@ class Rig:
         assert handle.path == path
         assert handle.bad_pages == ()
         assert handle.verified_pages == (plan.num_pages if engine.verify else 0)
-        self._compare(self.device_memory, device_images, f"device after the {plan.direction}")
-        self._compare(self.host_memory, host_images, f"host after the {plan.direction}")
+        self.compare(self.device_memory, device_images, f"device after the {plan.direction}")
+        self.compare(self.host_memory, host_images, f"host after the {plan.direction}")
         return handle
 
     @contextlib.contextmanager
     def nothing_moves(self) -> Iterator[None]:
         """Fail if a byte of either pool, or a digest, is another one after the block."""
-        device_images, _ = self._copies(self.device_memory, self.device)
-        host_images, _ = self._copies(self.host_memory, None)
+        device_images, _ = self.copies(self.device_memory, self.device)
+        host_images, _ = self.copies(self.host_memory, None)
         digests = None if getattr(self.host, "closed", False) else self.host.digests.copy()
         yield
-        self._compare(self.device_memory, device_images, "device")
-        self._compare(self.host_memory, host_images, "host")
+        self.compare(self.device_memory, device_images, "device")
+        self.compare(self.host_memory, host_images, "host")
         if digests is not None:
             assert_bytes_equal(self.host.digests, digests, "digests")
 
-    def _copies(
+    def copies(
         self, memories: list[Memory], view: PoolView | None
     ) -> tuple[list[npt.NDArray[np.uint8]], PoolView]:
         """The memory copied, and `view` over the copies."""
@@ -229,7 +232,7 @@ class Rig:
         return images, PoolView(self.geometry, layers, shared_storage=True)
 
     @staticmethod
-    def _compare(memories: list[Memory], images: list[npt.NDArray[np.uint8]], what: str) -> None:
+    def compare(memories: list[Memory], images: list[npt.NDArray[np.uint8]], what: str) -> None:
         for number, (memory, image) in enumerate(zip(memories, images, strict=True)):
             memory.check(image, f"{what}, buffer {number}")
 

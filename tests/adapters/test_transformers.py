@@ -27,9 +27,11 @@ from kvferry.errors import (
     PlanError,
     PoolClosedError,
     SlotOwnershipError,
+    TransferFaultError,
     ViewError,
 )
 from kvferry.testing import assert_bytes_equal
+from kvferry.transfer import CompletedTransfer, TransferEngine, TransferHandle, TransferPlan
 
 _PAGE = 16
 _SMALL = {
@@ -309,6 +311,24 @@ def test_a_full_pool_is_a_value() -> None:
         assert first is not None
         carrier.drop(first)
         assert carrier.store(cache, prompt) is not None
+        carrier.pool.check_integrity()
+
+
+def test_a_failed_store_gives_its_slots_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the copy fails nothing is kept and no slot is lost."""
+    model, prompt = _model("gqa", torch.float32), _prompt(3 * _PAGE)
+    cache = _prefill(model, prompt)
+    failing = TransferFaultError("the copy broke")
+
+    def fail(engine: TransferEngine, plan: TransferPlan) -> TransferHandle:
+        return CompletedTransfer(plan, engine.path, engine.verify, fault=failing)
+
+    monkeypatch.setattr(TransferEngine, "store", fail)
+    with _carrier(model, cache) as carrier:
+        free = carrier.pool.num_free
+        with pytest.raises(TransferFaultError, match="broke"):
+            carrier.store(cache, prompt)
+        assert carrier.pool.num_free == free
         carrier.pool.check_integrity()
 
 

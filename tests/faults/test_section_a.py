@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.rig import Memory, Rig, each_host_layout, each_path, guarded, own_pool, scattered
 
 from kvferry.errors import GeometryError, PlanError, ViewError
 from kvferry.geometry import Geometry, LayerView, Plane, PoolView
@@ -18,10 +19,9 @@ from kvferry.memory import HostPool, RegisteredHostPool
 from kvferry.testing import POISON, DeviceLayout
 from kvferry.transfer import TransferEngine, TransferPlan, blocks_to_rows
 from kvferry.types import Layout
-from tests.rig import Memory, Rig, each_host_layout, each_path, guarded, own_pool, scattered
 
 _SIZES = (
-    *(1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 16, 24, 40, 48, 64, 72, 96, 100, 128, 131, 132, 144, 192, 255),
+    *(*range(1, 9), 12, 13, 16, 24, 40, 48, 64, 72, 96, 100, 128, 131, 132, 144, 192, 255),
     *(256, 320, 512, 528, 576, 584, 640, 656, 1152, 4608, 9216),
 )
 
@@ -53,7 +53,7 @@ def test_no_element_size_is_refused(
 @each_path
 @pytest.mark.parametrize("num_layers", [61, 78])
 def test_many_chunks_of_an_unusual_size(num_layers: int, path: str) -> None:
-    """Crash after a size rejection: 576-byte rows in more pages than a chunk holds, again and again.
+    """Crash after a size rejection: 576-byte rows in more pages than a chunk holds.
 
     Real transfers have 2,048 pages. Nine make one full chunk and a short one on the path that
     works in chunks, and every layer is there.
@@ -131,7 +131,7 @@ def _padded_groups(buffer: Any, *, pages: int = 8) -> dict[str, list[Any]]:
 @each_path
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_padded_pages_of_several_groups_in_one_buffer(library: str, path: str) -> None:
-    """Layout mismatch: pages with padding, three groups in one buffer; the padding stays as it is."""
+    """Layout mismatch: pages with padding, three groups in one buffer; padding stays as it is."""
     planes = tuple(Plane(name=name, num_layers=1, element_size=e) for name, e in _GROUPS.items())
     geometry = Geometry(planes=planes)
     memory = guarded(3 * 8 * _PAGE_STRIDE)
@@ -161,7 +161,7 @@ def test_a_view_beyond_its_storage_is_refused() -> None:
 @each_path
 @pytest.mark.parametrize("kind", ["separate", "packed", "mixed"])
 def test_each_tensor_has_its_own_strides(kind: str, path: str) -> None:
-    """Stride of the wrong tensor: separate tensors, views into one packed tensor, and both mixed."""
+    """Stride of the wrong tensor: separate tensors, views into a packed tensor, and both."""
     num_layers, rows, size = 6, 200, 96
     geometry = _one_plane(size, num_layers=num_layers)
     packed = guarded(rows * num_layers * size)
@@ -249,7 +249,7 @@ def _k_and_v(k: int, v: int | None) -> Geometry:
 def test_k_and_v_of_different_widths(
     k: int, v: int | None, host_layout: Layout | None, path: str
 ) -> None:
-    """K and V of different width: both exact, and a page counts L·P·(Ek + Ev) bytes, not twice K."""
+    """K and V of different width: both exact; a page counts L·P·(Ek + Ev) bytes, not twice K."""
     geometry = _k_and_v(k, v)
     assert geometry.page_bytes == 3 * 16 * (k + (v or 0))
     rig = Rig.make(geometry, num_rows=80, host_layout=host_layout)
@@ -291,7 +291,7 @@ def test_every_kind_of_index_in_every_layout(
 
 @each_path
 def test_planes_of_whole_pages_without_a_main_plane(path: str) -> None:
-    """Sizes of extra pools: two planes of one packed row a page, and no plane that has token rows."""
+    """Sizes of extra pools: two planes of one packed row a page, none of token rows."""
     planes = tuple(
         Plane(name=name, num_layers=2, element_size=size, rows_per_page=1)
         for name, size in (("index", 4096), ("summary", 1320))
@@ -307,7 +307,7 @@ def test_planes_of_whole_pages_without_a_main_plane(path: str) -> None:
 
 
 def test_a_plane_of_no_bytes_is_left_out_not_divided_by() -> None:
-    """Sizes of extra pools: an element of 0 bytes is refused with its name, never a division by 0."""
+    """Sizes of extra pools: an element of 0 bytes is refused by name, never divided by."""
     with pytest.raises(GeometryError, match=r"'main'.*element_size .* from 1 to .*, not 0"):
         Plane(name="main", num_layers=2, element_size=0)
 

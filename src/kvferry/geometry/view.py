@@ -338,12 +338,13 @@ def _pieces_of(element: list[tuple[int, int, int]], storage: Storage, what: str)
 
 def _check_bounds(view: LayerView, storage: Storage) -> None:
     if view.address < storage.start or view.end > storage.start + storage.num_bytes:
-        reach = [(size - 1) * stride for size, stride in zip(storage.shape, storage.strides)]
+        reach = [(size - 1) * stride for size, stride in zip(storage.shape, storage.strides, strict=True)]
         dim = reach.index(max(reach))
         raise ViewError(
             f"{view.name}: dimension {dim} is too long: shape {storage.shape} with strides "
-            f"{storage.strides} bytes reaches from byte {view.address - storage.start} to {view.end - storage.start} of a storage of "
-            f"{storage.num_bytes} bytes; make the storage larger or the view smaller"
+            f"{storage.strides} bytes reaches from byte {view.address - storage.start} to "
+            f"{view.end - storage.start} of a storage of {storage.num_bytes} bytes; make the "
+            f"storage larger or the view smaller"
         )
 
 
