@@ -15,6 +15,7 @@ from kvferry.errors import ConfigError, TransferFaultError
 from kvferry.geometry import LayerView
 from kvferry.testing import (
     DeviceLayout,
+    SelfTestCase,
     SelfTestReport,
     memory_at,
     run_selftest,
@@ -57,7 +58,7 @@ def test_every_combination_is_a_case() -> None:
 
 def test_right_movers_pass() -> None:
     """Every path that is here passes; counts, bytes and progress add up."""
-    seen = []
+    seen: list[SelfTestCase] = []
     report = run_selftest(quick=True, progress=seen.append)
     assert report.ok
     assert report.failures == ()
@@ -74,44 +75,44 @@ def _flip(address: int) -> None:
 
 
 def _after_each(change: Callable[[SpanMove, LayerView], None], wanted: Direction) -> Any:
-    def move(one: SpanMove, direction: Direction, *, verify: bool) -> Good:
-        good = move_span_numpy(one, direction, verify=verify)
+    def moved(move: SpanMove, direction: Direction, *, verify: bool) -> Good:
+        good = move_span_numpy(move, direction, verify=verify)
         if direction is wanted:
-            change(one, one.host if wanted is Direction.STORE else one.device)
+            change(move, move.host if wanted is Direction.STORE else move.device)
         return good
 
-    return move
+    return moved
 
 
-def _drops_the_last_row(one: SpanMove, direction: Direction, *, verify: bool) -> Good:
+def _drops_the_last_row(move: SpanMove, direction: Direction, *, verify: bool) -> Good:
     if direction is Direction.LOAD:
-        last = int(one.device_rows[-1, -1])
-        kept = memory_at(one.device.row_address(last), 1).copy()
-        good = move_span_numpy(one, direction, verify=verify)
-        memory_at(one.device.row_address(last), 1)[:] = kept
+        last = int(move.device_rows[-1, -1])
+        kept = memory_at(move.device.row_address(last), 1).copy()
+        good = move_span_numpy(move, direction, verify=verify)
+        memory_at(move.device.row_address(last), 1)[:] = kept
         return good
-    return move_span_numpy(one, direction, verify=verify)
+    return move_span_numpy(move, direction, verify=verify)
 
 
-def _swaps_two_pages(one: SpanMove, direction: Direction, *, verify: bool) -> Good:
-    slots = one.host_slots[[1, 0, *range(2, len(one.host_slots))]]
-    return move_span_numpy(dataclasses.replace(one, host_slots=slots), direction, verify=verify)
+def _swaps_two_pages(move: SpanMove, direction: Direction, *, verify: bool) -> Good:
+    slots = move.host_slots[[1, 0, *range(2, len(move.host_slots))]]
+    return move_span_numpy(dataclasses.replace(move, host_slots=slots), direction, verify=verify)
 
 
-def _believes_everything(one: SpanMove, direction: Direction, *, verify: bool) -> Good:
-    move_span_numpy(one, direction, verify=verify and direction is Direction.STORE)
-    return np.ones(len(one.host_slots), dtype=np.bool_)
+def _believes_everything(move: SpanMove, direction: Direction, *, verify: bool) -> Good:
+    move_span_numpy(move, direction, verify=verify and direction is Direction.STORE)
+    return np.ones(len(move.host_slots), dtype=np.bool_)
 
 
-def _makes_no_digests(one: SpanMove, direction: Direction, *, verify: bool) -> Good:
-    return move_span_numpy(one, direction, verify=verify and direction is Direction.LOAD)
+def _makes_no_digests(move: SpanMove, direction: Direction, *, verify: bool) -> Good:
+    return move_span_numpy(move, direction, verify=verify and direction is Direction.LOAD)
 
 
-def _does_nothing(one: SpanMove, direction: Direction, *, verify: bool) -> Good:
-    return np.ones(len(one.host_slots), dtype=np.bool_)
+def _does_nothing(move: SpanMove, direction: Direction, *, verify: bool) -> Good:
+    return np.ones(len(move.host_slots), dtype=np.bool_)
 
 
-def _faults(one: SpanMove, direction: Direction, *, verify: bool) -> Good:
+def _faults(move: SpanMove, direction: Direction, *, verify: bool) -> Good:
     raise OSError("the link went away")
 
 
@@ -124,11 +125,11 @@ _BROKEN = {
         lambda move, view: _flip(view.row_address(int(move.device_rows[-1, 0]))), Direction.LOAD
     ),
     "a byte before the device pool": _after_each(
-        lambda move, view: _flip(view.address - 1), Direction.LOAD
+        lambda _, view: _flip(view.address - 1), Direction.LOAD
     ),
-    "a byte after the device pool": _after_each(lambda move, view: _flip(view.end), Direction.LOAD),
+    "a byte after the device pool": _after_each(lambda _, view: _flip(view.end), Direction.LOAD),
     "the source": _after_each(
-        lambda move, view: _flip(move.device.row_address(int(move.device_rows[0, 0]))),
+        lambda move, _: _flip(move.device.row_address(int(move.device_rows[0, 0]))),
         Direction.STORE,
     ),
     "a dropped row": _drops_the_last_row,
@@ -161,14 +162,25 @@ def test_paths_that_make_different_digests_fail(monkeypatch: pytest.MonkeyPatch)
     if len(run_selftest(quick=True).paths) < 2:
         pytest.skip("there is one path only")
 
-    def seeded_otherwise(one: SpanMove, direction: Direction, *, verify: bool) -> Good:
-        other = dataclasses.replace(one, page_seeds=one.page_seeds + np.uint64(1))
+    def seeded_otherwise(move: SpanMove, direction: Direction, *, verify: bool) -> Good:
+        other = dataclasses.replace(move, page_seeds=move.page_seeds + np.uint64(1))
         return move_span_numpy(other, direction, verify=verify)
 
     monkeypatch.setattr("kvferry.transfer.paths._PORTABLE", CpuPath("cpu_numpy", seeded_otherwise))
     report = run_selftest(quick=True)
     assert report.num_failures == report.paths["cpu_numpy"].num_failures > 0
     assert "digests, compared with another path's" in report.failures[0].message
+
+
+def test_a_path_is_not_blamed_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first path damages is repaired before the second one runs."""
+    if len(run_selftest(quick=True).paths) < 2:
+        pytest.skip("there is one path only")
+    broken = _BROKEN["a byte after the device pool"]
+    monkeypatch.setattr("kvferry.transfer.paths._COMPILED", CpuPath("cpu", broken))
+    report = run_selftest(quick=True)
+    assert report.paths["cpu"].num_failures == 140
+    assert report.paths["cpu_numpy"].num_failures == 0
 
 
 def test_no_path_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ from kvferry.testing import (
     assert_bytes_equal,
     memory_at,
     pattern_rows,
+    read_rows,
+    write_rows,
 )
 from kvferry.transfer import HostPages, TransferEngine, TransferPlan
 from kvferry.types import SlotKind
@@ -269,3 +271,38 @@ def test_host_slots_around_a_limit(limit: int, path: str, space: ReservedSpace) 
     loaded.wait()
     assert loaded.verified_pages == 3
     assert_bytes_equal(pool, expected, "loaded", ["row", "byte"])
+
+
+@each_path
+@pytest.mark.parametrize("widest", ["block_stride", "row_stride", "piece_stride"])
+@pytest.mark.parametrize("limit", [1 << 31, 1 << 32, 1 << 40], ids=["2^31", "2^32", "2^40"])
+def test_strides_beyond_a_limit(limit: int, widest: str, path: str, space: ReservedSpace) -> None:
+    """Blocks, rows or pieces of an element that are themselves further apart than a limit."""
+    near = {"piece_stride": 300, "row_stride": 900, "block_stride": 1800}
+    strides: dict[str, Any] = {**near, widest: limit + 8}
+    view = LayerView(
+        address=space.address + _MARGIN,
+        num_rows=4,
+        block_rows=2,
+        num_pieces=3,
+        piece_size=24,
+        name="far apart",
+        **strides,
+    )
+    geometry = _geometry(72, 4)
+    far = 2 if widest == "piece_stride" else 1
+    for steps in range(far + 1):
+        _commit(space, view.address + steps * strides[widest], 3 * 1800)
+    pattern = pattern_rows(limit, pool=0, layer=0, slots=range(4), element_size=72)
+    write_rows(view, range(4), pattern)
+    host, memory = _host(geometry, 1)
+    engine = TransferEngine(PoolView(geometry, {"kv": (view,)}), host, path=path)
+    rows = [2, 0, 3, 1]
+    engine.store(TransferPlan.store(geometry, host_slots=[0], device_slots=rows)).wait()
+    assert_bytes_equal(memory.reshape(4, 72), pattern[rows], "stored", ["row", "byte"])
+    write_rows(view, range(4), np.full((4, 72), POISON, dtype=np.uint8))
+    engine.load(TransferPlan.load(geometry, host_slots=[0], device_slots=rows)).wait()
+    assert_bytes_equal(read_rows(view, range(4)), pattern, "loaded", ["row", "byte"])
+    for steps in range(far + 1):
+        start = view.address + steps * strides[widest]
+        assert (memory_at(start - _MARGIN, _MARGIN) == POISON).all()

@@ -107,6 +107,7 @@ def test_indices_come_in_any_integer_container(make: Callable[[list[int]], Any])
         ({"plane_slots": {"index_key": [7, 7]}}, "names 7 twice"),
         ({"plane_slots": {"index_key": [1, 0], "v": [0]}}, "names \\['v'\\]"),
         ({"planes": ["v"]}, r"\['v'\].*there are: index_key, k"),
+        ({"kind": "slot"}, "kind must be one of page, state, not 'slot'"),
         ({"planes": []}, r"planes \[\]"),
         ({"layers": [3]}, r"layers \[3\]"),
         ({"layers": []}, r"layers \[\]"),
@@ -180,6 +181,13 @@ def test_bad_block_tables_are_refused(
 
 
 def test_direction_is_told() -> None:
-    """`load` and `store` say which way a plan goes."""
+    """`load`, `store` and a direction's plain value say which way a plan goes."""
+    given: dict[str, Any] = {"device_slots": range(4), "planes": ["k"]}
+    plain = TransferPlan.build(_GEOMETRY, "store", host_slots=[0], **given)  # type: ignore[arg-type]
+    assert plain.direction is Direction.STORE
+    with pytest.raises(PlanError, match="host_slots names 5 twice"):
+        TransferPlan.build(_GEOMETRY, "store", host_slots=[5, 5], device_slots=range(8))  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="direction must be one of load, store, not 'up'"):
+        TransferPlan.build(_GEOMETRY, "up", host_slots=[0], **given)  # type: ignore[arg-type]
     plan = TransferPlan.store(_GEOMETRY, host_slots=[0], device_slots=range(4), planes=["k"])
     assert plan.direction is Direction.STORE

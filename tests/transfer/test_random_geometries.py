@@ -30,6 +30,10 @@ from kvferry.types import Direction, Layout
 _CASES = 400
 _DTYPES = (torch.uint8, torch.float16, torch.float32, torch.float64)
 _LAYOUTS = ("list", "layer_dim", "padded", "nhd", "hnd", "packed", "kv_pairs")
+_WHOLE_PAGE = 0
+# Blocks of an engine's host pool that are no page of ours: pages may lie across them.
+_ODD_BLOCKS = "blocks that are no pages"
+_HOST_LAYOUTS = (*(layout.value for layout in Layout), _ODD_BLOCKS)
 
 
 @dataclasses.dataclass
@@ -132,29 +136,33 @@ def _random_rig(rng: np.random.Generator) -> tuple[Rig, list[str]]:
         host_memory = [memory]
         told.append("our own host pool")
     else:
-        layout = Layout(str(rng.choice(list(Layout))))
-        host, host_memory = _engine_pool(geometry, layout, num_slots)
-        told.append(f"host {layout}")
+        name = str(rng.choice(_HOST_LAYOUTS))
+        host, host_memory = _engine_pool(rng, geometry, name, num_slots)
+        told.append(f"host {name}")
     rig = Rig(geometry, device, host, device_memory=memories, host_memory=host_memory)
     return rig, told
 
 
 def _engine_pool(
-    geometry: Geometry, layout: Layout, num_slots: int
+    rng: np.random.Generator, geometry: Geometry, layout: str, num_slots: int
 ) -> tuple[RegisteredHostPool, list[Memory]]:
     tensors, memories, slot_dims = {}, [], {}
     for plane in geometry.planes:
         rows, size = geometry.rows_per_page(plane), plane.element_size
         memory = guarded(plane.num_layers * num_slots * rows * size)
         memories.append(memory)
-        slot_dims[plane.name] = (0, 1) if layout is Layout.PAGE_MAJOR else (0,)
-        shape = {
-            Layout.LAYER_FIRST: (plane.num_layers, num_slots * rows, size),
-            Layout.TOKEN_MAJOR: (num_slots * rows, plane.num_layers, size),
-            Layout.PAGE_MAJOR: (num_slots, plane.num_layers, rows, size),
-        }[layout]
+        block = rows
+        if layout == _ODD_BLOCKS:
+            block = int(rng.choice([b for b in range(1, 20) if num_slots * rows % b == 0]))
+        in_blocks = layout in (_ODD_BLOCKS, Layout.PAGE_MAJOR)
+        slot_dims[plane.name] = (0, 1) if in_blocks else (0,)
+        shape: tuple[int, ...] = (num_slots * rows, plane.num_layers, size)
+        if layout == Layout.LAYER_FIRST:
+            shape = (plane.num_layers, num_slots * rows, size)
+        elif in_blocks:
+            shape = (num_slots * rows // block, plane.num_layers, block, size)
         tensors[plane.name] = memory.inside.reshape(shape)
-    layer_dim = 0 if layout is Layout.LAYER_FIRST else 1
+    layer_dim = 0 if layout == Layout.LAYER_FIRST else 1
     pool = RegisteredHostPool.from_tensors(
         geometry, tensors, slot_dims=slot_dims, layer_dim=layer_dim
     )
@@ -166,10 +174,11 @@ def _random_plan(
 ) -> TransferPlan:
     """Rows in runs of a random length; a plan of all planes and layers."""
     slots: dict[str, Any] = {}
-    run = int(rng.choice([1, 1, 2, 4]))
+    how_long = int(rng.choice([1, 2, 4, _WHOLE_PAGE]))
     for plane in rig.geometry.planes:
         per_page = rig.geometry.rows_per_page(plane)
         wanted, rows = len(host_slots) * per_page, rig.device.num_rows(plane.name)
+        run = per_page if how_long == _WHOLE_PAGE else how_long
         length = run if rows // run * run >= wanted else 1
         starts = rng.permutation(rows // length) * length
         slots[plane.name] = (starts[:, None] + np.arange(length)).ravel()[:wanted]
@@ -273,5 +282,5 @@ def test_the_cases_are_of_every_kind() -> None:
         views: list[LayerView] = [v for views in rig.device.layers.values() for v in views]
         pieces.update(view.num_pieces > 1 for view in views)
         blocks.update(view.num_blocks > 1 for view in views)
-    assert told == {*_LAYOUTS, "our own host pool", *(f"host {layout}" for layout in Layout)}
+    assert told == {*_LAYOUTS, "our own host pool", *(f"host {name}" for name in _HOST_LAYOUTS)}
     assert pieces == blocks == {True, False}

@@ -338,7 +338,8 @@ def _pieces_of(element: list[tuple[int, int, int]], storage: Storage, what: str)
 
 def _check_bounds(view: LayerView, storage: Storage) -> None:
     if view.address < storage.start or view.end > storage.start + storage.num_bytes:
-        reach = [(size - 1) * stride for size, stride in zip(storage.shape, storage.strides, strict=True)]
+        pairs = zip(storage.shape, storage.strides, strict=True)
+        reach = [(size - 1) * stride for size, stride in pairs]
         dim = reach.index(max(reach))
         raise ViewError(
             f"{view.name}: dimension {dim} is too long: shape {storage.shape} with strides "

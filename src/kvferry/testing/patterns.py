@@ -78,7 +78,7 @@ def pattern_rows(
     words = np.arange(-(-element_size // 8), dtype=np.uint64)
     mixed = mix64(seed, pool, layer, rows[:, None], words)
     whole = np.ascontiguousarray(mixed, dtype="<u8").view(np.uint8)
-    return np.ascontiguousarray(whole.reshape(len(rows), -1)[:, :element_size])
+    return np.ascontiguousarray(whole.reshape(len(rows), 8 * len(words))[:, :element_size])
 
 
 class GuardedBuffer:
@@ -102,7 +102,9 @@ class GuardedBuffer:
         return int(self.inside.ctypes.data)
 
     def fill(self, image: npt.NDArray[np.uint8] | None = None) -> None:
-        """Make the inside `image`, shape ``[num_bytes]``; None: poison. Guards are left alone."""
+        """Make the inside `image`, shape ``[num_bytes]``, None: poison; and the guards whole."""
+        end = GUARD_BYTES + self.num_bytes
+        self._whole[:GUARD_BYTES] = self._whole[end:] = POISON
         self.inside[:] = POISON if image is None else image
 
     def check(self, expected: npt.NDArray[np.uint8] | None = None, what: str = "buffer") -> None:

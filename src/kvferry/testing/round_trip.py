@@ -134,8 +134,7 @@ class RoundTrip:
         Raises AssertionError for a difference, and whatever the transfer raises.
         """
         self._memory.fill(self._before)
-        self._host_bytes()[:] = POISON
-        self._host.digests[:] = 0
+        self._poison_host()
         plan = TransferPlan.store(self._geometry, **self._indices(self._sources, index_type))
         engine = TransferEngine(self._device, self._host, path=path)
         began = time.perf_counter()
@@ -228,6 +227,13 @@ class RoundTrip:
         self._guarded = GuardedBuffer(num_pool_bytes(placed(0)))
         view = PoolView(self._geometry, {self._plane.name: placed(self._guarded.address)})
         return RegisteredHostPool(self._geometry, view, kind=self._kind)
+
+    def _poison_host(self) -> None:
+        self._host.digests[:] = 0
+        if self._guarded is not None:
+            self._guarded.fill()
+        else:
+            self._host_bytes()[:] = POISON
 
     def _host_bytes(self) -> NDArray[np.uint8]:
         """The host pool's memory itself, padding included."""
