@@ -24,7 +24,7 @@ class Layout(enum.StrEnum):
     """(layer, token, element)."""
 
     PAGE_MAJOR = "page_major"
-    """(page, layer, token, element): each page is one contiguous span. kvferry's own on the host."""
+    """(page, layer, token, element): each page one contiguous span. kvferry's own on the host."""
 
     TOKEN_MAJOR = "token_major"
     """(token, layer, element): neighbouring tokens of one layer are not neighbours in memory."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import kvferry
 from kvferry.cli import main
 from kvferry.geometry import Geometry
 
@@ -216,7 +217,7 @@ def test_no_command_is_help_and_status_2(capsys: pytest.CaptureFixture[str]) -> 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     """--version is one line and status 0."""
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("kvferry ")
+    assert capsys.readouterr().out == f"kvferry {kvferry.__version__}\n"
 
 
 def _child(*args: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -64,7 +65,7 @@ def test_random_pairs_agree_with_a_set_of_bytes() -> None:
 
 
 def test_random_groups_agree_with_sets_of_bytes() -> None:
-    """Among many views, a pair is found exactly where some pair meets, and it is a pair that does."""
+    """Among many views, a pair is found exactly where one meets, and it is one that does."""
     rng = random.Random(5)
     seen = {True: 0, False: 0}
     for _ in range(1500):
@@ -91,9 +92,9 @@ def test_random_groups_agree_with_sets_of_bytes() -> None:
 
 
 def test_token_major_layers_interleave_without_overlap() -> None:
-    """Hundreds of layers between two rows of each other are told apart, and one too many is found."""
+    """Hundreds of layers between two rows of each other are told apart; one too many is found."""
     layers, size = 300, 656
-    fields = {
+    fields: dict[str, Any] = {
         "num_rows": 100_000,
         "row_stride": layers * size,
         "block_rows": 100_000,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -51,7 +53,7 @@ def test_strides_of_common_layouts(
 
 @pytest.mark.parametrize("slot_dims", [(0,), (0, 1), (0, 2), (2, 0), (2,), (3, 0)])
 def test_rows_are_what_indexing_gives(slot_dims: tuple[int, ...]) -> None:
-    """Row r of a view holds the bytes that indexing the tensor gives, element dimensions in order."""
+    """Row r of a view holds the bytes that indexing gives, element dimensions in order."""
     tensor = _random(4, 6, 5, 8)
     if 3 in slot_dims:
         tensor = np.ascontiguousarray(tensor[..., :3])
@@ -82,7 +84,12 @@ def test_padding_between_rows_and_blocks() -> None:
     """A slice of a wider tensor keeps the wide strides and the narrow element."""
     padded = _random(4, 16, 64)
     view = LayerView.from_tensor(padded[:, :12, 8:48], slot_dims=(0, 1))
-    assert (view.num_rows, view.row_stride, view.block_rows, view.block_stride) == (48, 64, 12, 1024)
+    assert (view.num_rows, view.row_stride, view.block_rows, view.block_stride) == (
+        48,
+        64,
+        12,
+        1024,
+    )
     assert view.element_size == 40
     assert reference_row(view, 12 + 5) == padded[1, 5, 8:48].tobytes()
 
@@ -138,11 +145,15 @@ def test_uneven_pieces_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
-    [("num_rows", 0, "positive"), ("piece_size", -1, "positive"), ("block_rows", 3, "whole blocks")],
+    [
+        ("num_rows", 0, "positive"),
+        ("piece_size", -1, "positive"),
+        ("block_rows", 3, "whole blocks"),
+    ],
 )
 def test_views_by_hand_are_checked(field: str, value: int, message: str) -> None:
     """A view built from numbers obeys the same rules."""
-    numbers = {
+    numbers: dict[str, Any] = {
         "address": 4096,
         "num_rows": 8,
         "row_stride": 16,
@@ -214,7 +225,7 @@ def test_pools_that_do_not_fit_their_geometry(tensors: dict[str, object], messag
 
 
 def test_planes_may_share_storage_when_they_say_so() -> None:
-    """Overlap between planes is refused, unless the engine shares blocks between them on purpose."""
+    """Overlap between planes is refused, unless the engine shares blocks on purpose."""
     geometry = Geometry(
         planes=(
             Plane(name="full", num_layers=1, element_size=16),
@@ -224,9 +235,7 @@ def test_planes_may_share_storage_when_they_say_so() -> None:
     shared = _random(8, 16)
     with pytest.raises(ViewError, match=r"'full', layer 0 and plane 'window', layer 0 overlap"):
         PoolView.from_tensors(geometry, {"full": [shared], "window": [shared]})
-    PoolView.from_tensors(
-        geometry, {"full": [shared], "window": [shared]}, shared_storage=True
-    )
+    PoolView.from_tensors(geometry, {"full": [shared], "window": [shared]}, shared_storage=True)
     with pytest.raises(ViewError, match="overlap"):
         PoolView.from_tensors(
             _geometry(16, num_layers=2), {"k": [shared, shared]}, shared_storage=True

@@ -52,7 +52,7 @@ def test_golden_values(num_bytes: int, expected: int) -> None:
 
 @pytest.mark.parametrize("num_bytes", _SIZES)
 def test_all_implementations_agree(num_bytes: int) -> None:
-    """numpy, the compiled kernel and the plain definition give one value, for many pages at once."""
+    """numpy, the compiled kernel and the plain definition give one value for each page."""
     rng = np.random.default_rng(num_bytes)
     spans = rng.integers(0, 256, (5, num_bytes), dtype=np.uint8)
     keys = [b"a", b"b", b"", b"\0", b"page" * 20]
@@ -116,7 +116,7 @@ def test_every_pair_of_bits_counts() -> None:
 
 
 def test_same_bit_of_two_words_counts() -> None:
-    """The hardest pairs for a sum, one bit in two words, do not cancel: 64 bits, many word pairs."""
+    """The hardest pairs for a sum, one bit in two words, do not cancel."""
     rng = random.Random(2)
     words = np.random.default_rng(2).integers(0, 1 << 63, 5000, dtype=np.uint64)
     plain = _digest(words.view(np.uint8))

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvferry.cli import explain, geometry
+from kvferry import __version__
+from kvferry.cli import explain, geometry, selftest
 from kvferry.errors import KVFerryError
 
 __all__ = ["EXIT_BAD_INPUT", "main"]
@@ -30,7 +31,7 @@ class _Command(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
-_COMMANDS: tuple[_Command, ...] = (geometry, explain)
+_COMMANDS: tuple[_Command, ...] = (geometry, explain, selftest)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if args.version:
-            print(f"kvferry {_version()}")
+            print(f"kvferry {__version__}")
             status = 0
         elif args.run is None:
             parser.print_help(sys.stderr)
@@ -74,12 +75,3 @@ def _parser() -> argparse.ArgumentParser:
     for command in _COMMANDS:
         command.add_parser(subparsers).set_defaults(run=command.run)
     return parser
-
-
-def _version() -> str:
-    import importlib.metadata
-
-    try:
-        return importlib.metadata.version("kvferry")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"

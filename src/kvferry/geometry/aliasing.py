@@ -36,8 +36,12 @@ class _Shape(NamedTuple):
         return math.prod(count for _, count in self.levels)
 
 
-def find_overlap(views: Sequence[LayerView]) -> tuple[int, int] | None:
+def find_overlap(
+    views: Sequence[LayerView], sides: Sequence[int] | None = None
+) -> tuple[int, int] | None:
     """The positions of two views that share at least one byte, or None.
+
+    With `sides`, a number for each view, only views of different sides are compared.
 
     Raises ViewError when two views interleave with different strides and more rows than can be
     compared.
@@ -49,6 +53,8 @@ def find_overlap(views: Sequence[LayerView]) -> tuple[int, int] | None:
         start = views[index].address
         open_views = [other for other in open_views if views[other].end > start]
         for other in open_views:
+            if sides is not None and sides[other] == sides[index]:
+                continue
             if shapes[other].levels == shapes[index].levels in apart:
                 continue
             if _share_a_byte(start - views[other].address, shapes[other], shapes[index]):

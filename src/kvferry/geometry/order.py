@@ -28,7 +28,9 @@ class LayerOrder(NamedTuple):
     """The bytes of the whole pool, all layers."""
 
 
-def layer_order(layout: Layout, plane: Plane, layer: int, *, rows_per_page: int, num_pages: int) -> LayerOrder:
+def layer_order(
+    layout: Layout, plane: Plane, layer: int, *, rows_per_page: int, num_pages: int
+) -> LayerOrder:
     """Where `layer` of `plane` lies in an engine's host pool of `num_pages` pages.
 
     The three layouts keep the same L·N·P·E bytes in different orders; none has padding.

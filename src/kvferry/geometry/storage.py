@@ -28,7 +28,7 @@ def describe_storage(tensor: Any, what: str) -> Storage:
     if hasattr(tensor, "untyped_storage"):
         return _of_torch(tensor, what)
     if hasattr(tensor, "__array_interface__"):
-        return _of_numpy(tensor)
+        return _of_numpy(tensor, what)
     raise ViewError(
         f"{what}: {type(tensor).__name__} is neither a torch tensor nor a numpy array; pass one "
         f"of these over the same memory"
@@ -55,13 +55,17 @@ def _of_torch(tensor: Any, what: str) -> Storage:
     )
 
 
-def _of_numpy(array: Any) -> Storage:
+def _of_numpy(array: Any, what: str) -> Storage:
+    if array.dtype.hasobject:
+        raise ViewError(f"{what}: dtype {array.dtype} is not plain bytes; pass an array of numbers")
+    if array.__array_interface__["data"][1]:
+        raise ViewError(f"{what}: the array is read-only; pass one that loads may write to")
     owner = array
     while hasattr(owner.base, "__array_interface__"):
         owner = owner.base
     # A base that is itself a view (over a buffer) still spans what it may touch.
     first = owner.__array_interface__["data"][0]
-    spread = [(size - 1) * stride for size, stride in zip(owner.shape, owner.strides)]
+    spread = [(size - 1) * stride for size, stride in zip(owner.shape, owner.strides, strict=True)]
     low = sum(step for step in spread if step < 0)
     high = sum(step for step in spread if step > 0) + owner.itemsize
     return Storage(

@@ -4,8 +4,8 @@ One `LayerView` describes one layer of one plane: where row r of it lies. Rows a
 device; on the host row ``s·R + i`` is row i of page slot s. An HND, padded, packed or permuted
 pool is a matter of strides here, never a special case further up:
 
-    address of byte b of piece p of row r
-        = address + (r // block_rows)·block_stride + (r % block_rows)·row_stride + p·piece_stride + b
+    address of byte b of piece p of row r = address
+        + (r // block_rows)·block_stride + (r % block_rows)·row_stride + p·piece_stride + b
 
 An element is its pieces in order. Everything is arithmetic; no tensor library is imported.
 """
@@ -111,7 +111,9 @@ class LayerView:
         return self.num_pieces == 1 and self.row_stride == self.piece_size
 
     @classmethod
-    def from_tensor(cls, tensor: Any, *, slot_dims: SlotDims = (0,), what: str = "tensor") -> LayerView:
+    def from_tensor(
+        cls, tensor: Any, *, slot_dims: SlotDims = (0,), what: str = "tensor"
+    ) -> LayerView:
         """A view of one layer from a torch tensor or a numpy array of any dtype.
 
         Args:
@@ -196,6 +198,13 @@ class PoolView:
         """How many rows every layer of `plane` has."""
         return self.layers[plane][0].num_rows
 
+    def overlap_with(self, other: PoolView) -> tuple[str, str] | None:
+        """The names of a layer of this pool and one of `other` that share a byte, or None."""
+        views = [view for pool in (self, other) for group in pool.layers.values() for view in group]
+        own = sum(len(group) for group in self.layers.values())
+        overlap = find_overlap(views, [int(index >= own) for index in range(len(views))])
+        return None if overlap is None else (views[overlap[0]].name, views[overlap[1]].name)
+
     @classmethod
     def from_tensors(
         cls,
@@ -249,7 +258,12 @@ class _Pieces:
 def _layer_tensors(plane: Plane, given: Any, layer_dim: int) -> Iterable[Any]:
     if isinstance(given, Sequence):
         return given
-    shape = tuple(given.shape)
+    shape = getattr(given, "shape", None)
+    if shape is None:
+        raise ViewError(
+            f"plane {plane.name!r}: {type(given).__name__} is neither a tensor nor a list of them"
+        )
+    shape = tuple(shape)
     if not -len(shape) <= layer_dim < len(shape) or shape[layer_dim] != plane.num_layers:
         raise ViewError(
             f"plane {plane.name!r}: one tensor of shape {shape} should keep {plane.num_layers} "
@@ -266,12 +280,16 @@ def _layer_tensors(plane: Plane, given: Any, layer_dim: int) -> Iterable[Any]:
 def _split_dims(storage: Storage, slot_dims: SlotDims, what: str) -> tuple[_Slots, _Pieces]:
     rank = len(storage.shape)
     dims = [dim + rank if dim < 0 else dim for dim in slot_dims]
-    if len(dims) not in (1, 2) or len(set(dims)) != len(dims) or not all(0 <= d < rank for d in dims):
+    if (
+        len(dims) not in (1, 2)
+        or len(set(dims)) != len(dims)
+        or not all(0 <= d < rank for d in dims)
+    ):
         raise ViewError(
             f"{what}: slot_dims {tuple(slot_dims)} must name one or two different dimensions of "
             f"shape {storage.shape}"
         )
-    for dim, (size, stride) in enumerate(zip(storage.shape, storage.strides)):
+    for dim, (size, stride) in enumerate(zip(storage.shape, storage.strides, strict=True)):
         if size < 1:
             raise ViewError(f"{what}: dimension {dim} of shape {storage.shape} is empty")
         if size > 1 and stride <= 0:
@@ -294,7 +312,7 @@ def _slots_of(sizes: list[int], strides: list[int]) -> _Slots:
         if not evenly_spaced:
             return _Slots(rows, strides[1], sizes[1], strides[0])
         return _Slots(rows, strides[1], rows, rows * strides[1])
-    stride = next((t for s, t in zip(sizes, strides) if s > 1), strides[-1])
+    stride = next((t for s, t in zip(sizes, strides, strict=True) if s > 1), strides[-1])
     return _Slots(rows, stride, rows, rows * stride)
 
 
@@ -320,10 +338,14 @@ def _pieces_of(element: list[tuple[int, int, int]], storage: Storage, what: str)
 
 def _check_bounds(view: LayerView, storage: Storage) -> None:
     if view.address < storage.start or view.end > storage.start + storage.num_bytes:
+        pairs = zip(storage.shape, storage.strides, strict=True)
+        reach = [(size - 1) * stride for size, stride in pairs]
+        dim = reach.index(max(reach))
         raise ViewError(
-            f"{view.name}: shape {storage.shape} with strides {storage.strides} bytes reaches from "
-            f"byte {view.address - storage.start} to {view.end - storage.start} of a storage of "
-            f"{storage.num_bytes} bytes; make the storage larger or the view smaller"
+            f"{view.name}: dimension {dim} is too long: shape {storage.shape} with strides "
+            f"{storage.strides} bytes reaches from byte {view.address - storage.start} to "
+            f"{view.end - storage.start} of a storage of {storage.num_bytes} bytes; make the "
+            f"storage larger or the view smaller"
         )
 
 

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-
     from numpy.typing import NDArray
 
 __all__ = ["NO_DIGEST", "digest_spans", "page_seed", "span_seeds", "span_where"]
@@ -42,7 +41,7 @@ _WEIGHT = 0xD6E8FEB86659FD93  # K: odd, bit 32 clear
 _MIX_FIRST = 0xFF51AFD7ED558CCD
 _MIX_SECOND = 0xC4CEB9FE1A85EC53
 
-# Words worked on at once: with one scratch buffer as large, it stays in a core's second-level cache.
+# Words worked on at once: few enough that they and the scratch stay in a core's own cache.
 _CHUNK_WORDS = 1 << 14
 
 

@@ -101,9 +101,7 @@ def place_host_layers(
     """The views of each layer of `plane` in an engine's host pool whose first byte is at `base`."""
     size, views = plane.element_size, []
     for layer in range(plane.num_layers):
-        order = layer_order(
-            layout, plane, layer, rows_per_page=rows_per_page, num_pages=num_pages
-        )
+        order = layer_order(layout, plane, layer, rows_per_page=rows_per_page, num_pages=num_pages)
         views.append(
             LayerView(
                 address=base + order.offset,

@@ -16,7 +16,7 @@ def first_difference(found: Any, expected: Any) -> tuple[int, ...] | None:
     """The coordinate of the first byte that differs, or None.
 
     Args:
-        found: An array of any dtype; compared as bytes, so NaN equals NaN and 0.0 differs from -0.0.
+        found: An array of any dtype; compared as bytes, so NaN equals NaN and 0.0 is not -0.0.
         expected: An array of the same shape and dtype.
     """
     one, other = _as_bytes(found), _as_bytes(expected)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvferry.testing.numeric import first_difference
+from kvferry.testing.numeric import assert_bytes_equal, first_difference
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -78,7 +78,7 @@ def pattern_rows(
     words = np.arange(-(-element_size // 8), dtype=np.uint64)
     mixed = mix64(seed, pool, layer, rows[:, None], words)
     whole = np.ascontiguousarray(mixed, dtype="<u8").view(np.uint8)
-    return np.ascontiguousarray(whole.reshape(len(rows), -1)[:, :element_size])
+    return np.ascontiguousarray(whole.reshape(len(rows), 8 * len(words))[:, :element_size])
 
 
 class GuardedBuffer:
@@ -102,38 +102,40 @@ class GuardedBuffer:
         return int(self.inside.ctypes.data)
 
     def fill(self, image: npt.NDArray[np.uint8] | None = None) -> None:
-        """Make the inside `image`, shape ``[num_bytes]``; None: poison. Guards are left alone."""
+        """Make the inside `image`, shape ``[num_bytes]``, None: poison; and the guards whole."""
+        end = GUARD_BYTES + self.num_bytes
+        self._whole[:GUARD_BYTES] = self._whole[end:] = POISON
         self.inside[:] = POISON if image is None else image
 
-    def check(
-        self, expected: npt.NDArray[np.uint8] | None = None, what: str = "buffer"
-    ) -> None:
+    def check(self, expected: npt.NDArray[np.uint8] | None = None, what: str = "buffer") -> None:
         """Fail unless the guards are whole and the inside is `expected`; None: all poison.
 
-        Raises AssertionError with the first damaged byte, counted from the start of the inside.
+        Raises AssertionError with the first damaged byte, counted from the start of the inside or
+        by its distance from it.
         """
-        wanted = np.full(self._whole.size, POISON, dtype=np.uint8)
-        if expected is not None:
-            wanted[GUARD_BYTES : GUARD_BYTES + self.num_bytes] = expected
-        where = first_difference(self._whole, wanted)
-        if where is None:
-            return
-        at = where[0] - GUARD_BYTES
-        if at < 0:
-            place = f"{-at} bytes before its start, in the guard"
-        elif at >= self.num_bytes:
-            place = f"{at - self.num_bytes} bytes after its end, in the guard"
-        else:
-            place = f"at byte {at} of {self.num_bytes}"
-        raise AssertionError(
-            f"{what}: damaged {place}: found 0x{int(self._whole[where]):02x}, "
-            f"expected 0x{int(wanted[where]):02x}"
-        )
+        if expected is None:
+            expected = np.full(self.num_bytes, POISON, dtype=np.uint8)
+        end = GUARD_BYTES + self.num_bytes
+        guards = (self._whole[:GUARD_BYTES], self._whole[end:])
+        for guard, place in zip(guards, ("before its start", "after its end"), strict=True):
+            where = first_difference(guard, _GUARD)
+            if where is not None:
+                away = GUARD_BYTES - where[0] if guard is guards[0] else where[0]
+                raise AssertionError(
+                    f"{what}: the guard {away} bytes {place} was overwritten: "
+                    f"found 0x{int(guard[where]):02x}, expected 0x{POISON:02x}"
+                )
+        assert_bytes_equal(self.inside, expected, what, ["byte"])
+
+
+_GUARD = np.full(GUARD_BYTES, POISON, dtype=np.uint8)
 
 
 def memory_at(address: int, num_bytes: int) -> npt.NDArray[np.uint8]:
     """The memory at `address` as an array that owns nothing. Shape: ``[num_bytes]``."""
-    return np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=np.uint8)
+    memory: Any = (ctypes.c_uint8 * num_bytes).from_address(address)
+    array: npt.NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
+    return array
 
 
 def moved_view(view: LayerView, *, from_address: int, to_address: int) -> LayerView:

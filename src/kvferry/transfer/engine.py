@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvferry.errors import PlanError, TransferFaultError, ViewError
+from kvferry.errors import ConfigError, PlanError, TransferFaultError, ViewError
 from kvferry.geometry import PoolView
 from kvferry.transfer.handle import CompletedTransfer, TransferHandle
 from kvferry.transfer.paths import choose_cpu_path
@@ -42,8 +42,10 @@ class TransferEngine:
         path: Take this path and no other; None: the best there is.
 
     Raises:
-        ViewError: The pools are of different geometries, or no path serves the device.
-        ConfigError: Every path that could serve it is switched off, or `path` is not there.
+        ViewError: The pools are of different geometries or overlap, or no path serves the device.
+        ConfigError: Every path that could serve it is switched off, `path` is not there, or
+            `num_threads` is below 1.
+        PoolClosedError: The host pool is closed.
     """
 
     def __init__(
@@ -64,12 +66,20 @@ class TransferEngine:
             raise ViewError(
                 f"no path serves device {device.device} yet; pass tensors in host memory"
             )
+        shared = device.overlap_with(host.view)
+        if shared is not None:
+            raise ViewError(
+                f"the device's {shared[0]} and the host's {shared[1]} overlap in memory; give each "
+                f"pool its own"
+            )
+        if num_threads is not None and num_threads < 1:
+            raise ConfigError(f"num_threads={num_threads}: give at least 1, or None")
         self._device = device
         self._host = host
         self._verify = verify
         self._path, self._move_span = choose_cpu_path(path)
         cores = len(os.sched_getaffinity(0))
-        self._num_threads = max(1, min(4, cores) if num_threads is None else num_threads)
+        self._num_threads = min(4, cores) if num_threads is None else num_threads
 
     @property
     def path(self) -> str:
@@ -105,11 +115,14 @@ class TransferEngine:
             moves = self._moves(plan)
             good = self._run(moves, plan)
         except (MemoryError, OSError) as fault:
-            # The slots may hold half of the old bytes and half of the new: no digest vouches for them.
+            # The slots may hold half the old bytes, half the new: no digest vouches for them.
             if direction is Direction.STORE:
                 self._host.digests[plan.host_slots] = 0
-            failed = TransferFaultError(f"{direction.value} of {plan.num_pages} pages failed: {fault}")
-            failed.__cause__ = fault
+            failed = TransferFaultError(
+                f"{direction.value} of {plan.num_pages} pages failed: {fault}"
+            )
+            # Without its traceback, whose frames would keep the pool's memory from being closed.
+            failed.__cause__ = fault.with_traceback(None)
             return CompletedTransfer(plan, self._path, self._verify, fault=failed)
         finally:
             self._host.release()

@@ -8,7 +8,10 @@ import dataclasses
 from kvferry.errors import TransferError, TransferFaultError
 from kvferry.transfer.plan import TransferPlan
 
-__all__ = ["CompletedTransfer", "TransferHandle"]
+__all__ = ["DEFAULT_TIMEOUT_SECS", "CompletedTransfer", "TransferHandle"]
+
+DEFAULT_TIMEOUT_SECS = 60.0
+"""How long `TransferHandle.wait` waits unless told otherwise."""
 
 
 class TransferHandle(abc.ABC):
@@ -61,20 +64,24 @@ class TransferHandle(abc.ABC):
         return bad[0] if bad else self.plan.num_pages
 
     @abc.abstractmethod
-    def wait_layer(self, layer: int, timeout: float | None = None) -> None:
-        """Order the caller's later work after the bytes of model layer `layer`.
+    def wait_layer(self, layer: int, stream: int | None = None) -> None:
+        """Order later work on `stream` after the bytes of model layer `layer`. Does not block.
+
+        Args:
+            layer: A model layer that the plan moves.
+            stream: Handle of a stream of the device; None: the caller's current one. In host
+                memory there are no streams, and the bytes are there.
 
         Raises:
             TransferError: The plan does not move that layer, or the transfer failed.
-            TransferTimeoutError: `timeout` seconds passed; the transfer goes on.
         """
 
     @abc.abstractmethod
-    def wait_all(self, timeout: float | None = None) -> None:
+    def wait_all(self, stream: int | None = None) -> None:
         """`wait_layer` for every layer of the plan."""
 
     @abc.abstractmethod
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: float = DEFAULT_TIMEOUT_SECS) -> None:
         """Block until the transfer is over on both sides; afterwards `done` is True.
 
         Raises:
@@ -114,17 +121,22 @@ class CompletedTransfer(TransferHandle):
     def bad_pages(self) -> tuple[int, ...]:
         return self.failed_pages
 
-    def wait_layer(self, layer: int, timeout: float | None = None) -> None:
+    def wait_layer(self, layer: int, stream: int | None = None) -> None:
         if layer not in self.plan.model_layers:
             raise TransferError(
                 f"model layer {layer} is not part of this transfer; it moves layers "
                 f"{', '.join(map(str, self.plan.model_layers))}"
             )
-        self.wait(timeout)
+        self.wait_all(stream)
 
-    def wait_all(self, timeout: float | None = None) -> None:
-        self.wait(timeout)
+    def wait_all(self, stream: int | None = None) -> None:
+        if stream is not None:
+            raise TransferError(
+                f"stream {stream}: path {self.path} has no streams; its transfers are over when "
+                f"they return, so wait without one"
+            )
+        self.wait()
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: float = DEFAULT_TIMEOUT_SECS) -> None:  # noqa: ARG002 (nothing to wait for)
         if self.fault is not None:
             raise self.fault

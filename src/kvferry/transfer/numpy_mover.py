@@ -49,7 +49,7 @@ def _window_rows(rows: NDArray[np.int64], *views: LayerView) -> int:
         # A window may begin anywhere in a block so long as it ends in the same one.
         if view.num_blocks > 1 and (starts % view.block_rows + window > view.block_rows).any():
             return 1
-    return window
+    return int(window)
 
 
 def move_span_numpy(move: SpanMove, direction: Direction, *, verify: bool) -> NDArray[np.bool_]:
@@ -103,7 +103,7 @@ class _Windows:
     def _strided(self) -> NDArray[Any]:
         view, window = self._view, self._window
         memory = (ctypes.c_uint8 * (view.end - view.address)).from_address(view.address)
-        flat = np.frombuffer(memory, dtype=np.uint8)
+        flat = np.ctypeslib.as_array(memory)
         starts = (view.num_blocks, view.block_rows - window + 1)
         steps = (view.block_stride, view.row_stride)
         if view.rows_are_contiguous or (window == 1 and view.num_pieces == 1):
@@ -122,7 +122,7 @@ class _Windows:
         return blocks, within
 
     def gather(self, starts: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """The bytes of each page in token order. Shape ``[pages, windows]`` to ``[pages, bytes]``."""
+        """Each page's bytes in token order. Shape ``[pages, windows]`` to ``[pages, bytes]``."""
         found = self._array[self._index(starts)]
         return found.reshape(-1).view(np.uint8).reshape(starts.shape[0], -1)
 

@@ -8,8 +8,9 @@ Letters: N pages in the plan, R rows a page of a plane.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = ["TransferPlan", "blocks_to_rows"]
+
+_Member = TypeVar("_Member", bound=enum.StrEnum)
 
 # 2^62 keeps every product of a row and a stride that can exist inside 64 bits far from the sign.
 _MAX_INDEX = 1 << 62
@@ -106,6 +109,8 @@ class TransferPlan:
             PlanError: Before anything moves: wrong shapes, lengths, types, negative indices, a
                 destination named twice, an unknown plane or layer, or a plane without slots.
         """
+        direction = _member(Direction, "direction", direction)
+        kind = _member(SlotKind, "kind", kind)
         slots = _indices("host_slots", host_slots)
         if slots.ndim != 1:
             raise PlanError(f"host_slots must have one dimension, not shape {slots.shape}")
@@ -152,6 +157,11 @@ def blocks_to_rows(block_ids: Any, *, block_size: int, page_size: int) -> NDArra
             f"choose a page_size that is a multiple or a divisor of {block_size}"
         )
     blocks = _indices("block_ids", block_ids).ravel()
+    if blocks.size and int(blocks.max()) >= _MAX_INDEX // block_size:
+        raise PlanError(
+            f"block_ids holds {int(blocks.max())}; with {block_size} tokens a block, ids lie below "
+            f"{_MAX_INDEX // block_size}"
+        )
     tokens = len(blocks) * block_size
     if tokens % page_size:
         raise PlanError(
@@ -163,7 +173,14 @@ def blocks_to_rows(block_ids: Any, *, block_size: int, page_size: int) -> NDArra
 
 
 def _indices(what: str, given: Any) -> NDArray[np.int64]:
-    array = np.asarray(given)
+    """The plan's own copy: what its caller does with `given` afterwards changes nothing."""
+    try:
+        array = np.asarray(given)
+    except (TypeError, ValueError) as refused:
+        raise PlanError(
+            f"{what} is no array of indices ({refused}); give lists of equal length, or a dense "
+            f"array in host memory"
+        ) from refused
     if array.size == 0:
         return array.astype(np.int64)
     if array.dtype.kind not in "iu":
@@ -172,7 +189,18 @@ def _indices(what: str, given: Any) -> NDArray[np.int64]:
     if low < 0 or high >= _MAX_INDEX:
         bad = low if low < 0 else high
         raise PlanError(f"{what} holds {bad}; indices lie between 0 and the size of the pool")
-    return np.ascontiguousarray(array, dtype=np.int64)
+    indices = np.array(array, dtype=np.int64, order="C")
+    indices.setflags(write=False)
+    return indices
+
+
+def _member(kind: type[_Member], what: str, given: Any) -> _Member:
+    """`given` as a member of `kind`; its plain value will do, as in a plan read from JSON."""
+    try:
+        return kind(given)
+    except ValueError as bad:
+        known = ", ".join(str(member) for member in kind)
+        raise PlanError(f"{what} must be one of {known}, not {given!r}") from bad
 
 
 def _check_unique(what: str, indices: NDArray[np.int64]) -> None:

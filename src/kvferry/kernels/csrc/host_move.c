@@ -38,12 +38,12 @@ struct kvferry_move {
   const int64_t *device_rows; /* [num_pages, rows_per_page] */
   const int64_t *host_slots;
   const uint64_t *seeds;
-  uint64_t *digests;      /* the host pool's column for this span, indexed by slot */
-  int64_t digest_stride;  /* in entries */
+  uint64_t *digests;     /* the host pool's column for this span, indexed by slot */
+  int64_t digest_stride; /* in entries */
   int64_t num_pages;
   int64_t rows_per_page;
-  uint8_t *scratch;       /* room for one span */
-  uint8_t *good;          /* out, load: 1 where the digest matched or was not asked for */
+  uint8_t *scratch; /* room for one span */
+  uint8_t *good;    /* out, load: 1 where the digest matched or was not asked for */
   int32_t is_load;
   int32_t verify;
 };
@@ -105,8 +105,8 @@ static void copy_rows(const struct kvferry_view *view, const int64_t *rows, int6
   while (i < num_rows) {
     const int64_t row = rows ? rows[i] : first + i;
     const int64_t within = row % view->block_rows;
-    uint8_t *at = view->base + (row / view->block_rows) * view->block_stride +
-                  within * view->row_stride;
+    uint8_t *at =
+        view->base + (row / view->block_rows) * view->block_stride + within * view->row_stride;
     int64_t run = 1;
     if (joined) {
       /* Neighbours in one block are one run of bytes. */

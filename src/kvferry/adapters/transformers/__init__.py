@@ -1,0 +1,31 @@
+"""Hugging Face transformers: prefixes of prompts, kept in host memory between calls.
+
+    carrier = PrefixCarrier(cache, config=model.config, model_id="...", num_bytes=1 << 30)
+    stored = carrier.store(cache, token_ids)  # None: the pool is full
+    restored = carrier.load(stored, next_prompt)
+    rest = next_prompt[:, restored.num_tokens :]
+    model(rest, **{cache_keyword(model): restored.cache})
+
+Served are caches of one sequence, on the CPU, whose layers keep a key and a value for every token:
+`DynamicCache` without windows and recurrent states.
+"""
+
+from __future__ import annotations
+
+from kvferry.adapters.transformers.cache_shape import CacheShape, LayerShape, cache_keyword
+from kvferry.adapters.transformers.carrier import (
+    Moved,
+    PrefixCarrier,
+    RestoredPrefix,
+    StoredPrefix,
+)
+
+__all__ = [
+    "CacheShape",
+    "LayerShape",
+    "Moved",
+    "PrefixCarrier",
+    "RestoredPrefix",
+    "StoredPrefix",
+    "cache_keyword",
+]

@@ -1,0 +1,58 @@
+"""What kvferry's own tests are made of, for the tests of others, and the self-test."""
+
+from kvferry.testing.layouts import (
+    DeviceLayout,
+    num_pool_bytes,
+    place_device_layers,
+    place_host_layers,
+)
+from kvferry.testing.numeric import assert_bytes_equal, first_difference
+from kvferry.testing.patterns import (
+    GUARD_BYTES,
+    POISON,
+    GuardedBuffer,
+    memory_at,
+    mix64,
+    moved_view,
+    pattern_rows,
+    read_rows,
+    write_rows,
+)
+from kvferry.testing.reference import reference_digest, reference_row, reference_transfer
+from kvferry.testing.reserved import ReservedSpace
+from kvferry.testing.selftest import (
+    PathCounts,
+    SelfTestCase,
+    SelfTestFailure,
+    SelfTestReport,
+    run_selftest,
+    selftest_cases,
+)
+
+__all__ = [
+    "GUARD_BYTES",
+    "POISON",
+    "DeviceLayout",
+    "GuardedBuffer",
+    "PathCounts",
+    "ReservedSpace",
+    "SelfTestCase",
+    "SelfTestFailure",
+    "SelfTestReport",
+    "assert_bytes_equal",
+    "first_difference",
+    "memory_at",
+    "mix64",
+    "moved_view",
+    "num_pool_bytes",
+    "pattern_rows",
+    "place_device_layers",
+    "place_host_layers",
+    "read_rows",
+    "reference_digest",
+    "reference_row",
+    "reference_transfer",
+    "run_selftest",
+    "selftest_cases",
+    "write_rows",
+]

@@ -1,0 +1,89 @@
+"""``kvferry selftest``: its table, its JSON and its exit status."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.cli.main import main
+from kvferry.transfer.paths import CpuPath
+
+
+@pytest.fixture(autouse=True)
+def _few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One size of each kind: what the self-test finds is the matter of its own tests."""
+    monkeypatch.setattr("kvferry.testing.selftest._QUICK_SIZES", (132,))
+
+
+def _break_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def does_nothing(move: Any, *_: Any, **__: Any) -> Any:
+        return np.ones(len(move.host_slots), dtype=np.bool_)
+
+    monkeypatch.setattr("kvferry.transfer.paths._PORTABLE", CpuPath("cpu_numpy", does_nothing))
+
+
+def test_the_table_names_every_path(capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 0, a line a path with its counts, and one sentence that all was exact."""
+    assert main(["selftest", "--quick"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["path", "transfers", "different", "MB", "moved"]
+    assert ["cpu_numpy", "160", "0"] in [line.split()[:3] for line in lines]
+    assert lines[-1].startswith("All exact: ")
+
+
+def test_json_has_the_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    """One JSON object with ok, cases, failures, paths, seconds and bytes."""
+    assert main(["selftest", "--quick", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] is True
+    assert told["failures"] == []
+    assert told["cases"] == 160 * len(told["paths"])
+    assert told["bytes"] == sum(path["bytes"] for path in told["paths"].values()) > 0
+    assert told["seconds"] >= 0
+    assert set(told["paths"]) | set(told["absent"]) == {"cpu", "cpu_numpy"}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_difference_is_a_status(
+    as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A path that copies wrongly gives status 1, and is named with the first cases that failed."""
+    _break_numpy(monkeypatch)
+    assert main(["selftest", "--quick", *["--json"] * as_json]) == 1
+    out = capsys.readouterr().out
+    if as_json:
+        told = json.loads(out)
+        assert told["ok"] is False
+        assert told["num_failures"] == told["paths"]["cpu_numpy"]["num_failures"] == 80
+        assert len(told["failures"]) == 20
+        assert told["failures"][0]["path"] == "cpu_numpy"
+        assert told["failures"][0]["direction"] == "store"
+        assert told["failures"][0]["element_size"] == 132
+    else:
+        assert "cpu_numpy: store, 132 B, page, run 1, flat to host_pool:" in out
+        assert "... and 60 more" in out
+        assert "FAILED on cpu_numpy: 80 of " in out
+
+
+def test_the_way_out_is_told_when_another_path_is_right(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The variable that switches the bad path off is shown only if a path is left."""
+    _break_numpy(monkeypatch)
+    monkeypatch.setenv("KVFERRY_DISABLE_PATHS", "cpu")
+    assert main(["selftest", "--quick"]) == 1
+    out = capsys.readouterr().out
+    assert "KVFERRY_DISABLE_PATHS=" not in out
+    assert "Not tested: cpu (switched off, or not installed)." in out
+
+
+def test_no_path_is_bad_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With every path switched off the status is 2 and the variable is named."""
+    monkeypatch.setenv("KVFERRY_DISABLE_PATHS", "cpu,cpu_numpy")
+    assert main(["selftest", "--quick"]) == 2
+    assert "KVFERRY_DISABLE_PATHS" in capsys.readouterr().err
