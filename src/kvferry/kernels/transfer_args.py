@@ -152,9 +152,7 @@ class SpanRuns(NamedTuple):
         return min(self.device_alignment, self.host_alignment)
 
 
-def span_runs(
-    device: LayerView, host: LayerView, *, rows_per_page: int, run_rows: int
-) -> SpanRuns:
+def span_runs(device: LayerView, host: LayerView, *, rows_per_page: int, run_rows: int) -> SpanRuns:
     """What is contiguous in a span of `rows_per_page` rows.
 
     Args:
@@ -235,9 +233,7 @@ def span_args(
         host=_view_args(host, host.num_rows, runs.host_bytes),
         digests=digest_address,
         digest_stride=digest_stride,
-        where=span_where(
-            plane_index=span.plane_index, layer=span.layer, num_bytes=span.num_bytes
-        ),
+        where=span_where(plane_index=span.plane_index, layer=span.layer, num_bytes=span.num_bytes),
         num_bytes=span.num_bytes,
         element=fast_divisor(span.plane.element_size),
         page_units=fast_divisor(span.num_bytes // package if package else 1),
@@ -254,7 +250,8 @@ def pages_per_launch(spans: Sequence[SpanArgs]) -> int:
     """
     if not spans:
         raise PlanError("a launch needs at least one span; do not launch for none")
-    return _MAX_UNITS // max(len(spans), *(span.page_units.divisor for span in spans))
+    units = (int(span.page_units.divisor) for span in spans)
+    return _MAX_UNITS // max(len(spans), *units)
 
 
 def fast_divisor(divisor: int) -> DivisorArgs:
@@ -300,7 +297,7 @@ def _run_bytes(view: LayerView, rows: int) -> int:
 
 
 def _run_alignment(view: LayerView, rows: int) -> int:
-    """What divides the address of every run, which begins at a multiple of `rows`, and its length."""
+    """What divides every run's length and address; runs begin at multiples of `rows`."""
     distances = [_run_bytes(view, rows)]
     if not view.rows_are_contiguous:
         distances.append(view.row_stride if view.block_rows > 1 else 0)
