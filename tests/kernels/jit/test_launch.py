@@ -50,7 +50,8 @@ def test_parameters_and_grid_are_rewritten_in_place(
     for number in range(100):
         launch.parameters.count = number
         launch.resize((number + 1, 1, 1))
-        gc.collect()
+        if number == 50:
+            gc.collect()
         launch.launch(0)
     assert [seen[-1] for seen in bindings.launched] == [[2**63, n, 200] for n in range(100)]
     assert [seen[1:4] for seen in bindings.launched] == [(n + 1, 1, 1) for n in range(100)]
@@ -87,6 +88,8 @@ def test_shared_memory_is_limited_to_what_every_gpu_has(
             _prepared(function, shared_bytes=num_bytes)
     _prepared(function, shared_bytes=48 * 1024 - function.shared_bytes)
     assert not [call for call in bindings.calls if call[0] == "cuFuncSetAttribute"]
+    _prepared(function, shared_bytes=48 * 1024 - function.shared_bytes + 1)
+    assert len([call for call in bindings.calls if call[0] == "cuFuncSetAttribute"]) == 1
     _prepared(function, shared_bytes=most)
     assert ("cuFuncSetAttribute", "function copy", 8, most) in bindings.calls
 
