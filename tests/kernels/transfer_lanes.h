@@ -65,9 +65,8 @@ inline void realign(const Transfer &transfer, bool digest_only) {
             write_tile(transfer, span, tile, !from_host, room, lane);
           });
         } else if (!digest_only) {
-          each_lane(turn, [&](uint32_t lane) {
-            write_torn_tile(transfer, span, tile, room, lane);
-          });
+          each_lane(turn,
+                    [&](uint32_t lane) { write_torn_tile(transfer, span, tile, room, lane); });
         }
         if (transfer.verify != 0) {
           each_lane(turn, [&](uint32_t lane) {
