@@ -28,7 +28,8 @@ _DISABLE_PATHS = Variable(
     name="KVFERRY_DISABLE_PATHS",
     kind="comma-separated names",
     default="(none)",
-    meaning="transfer paths not to use, for a bad day in production: `cpu`, `cpu_numpy`",
+    meaning="transfer paths not to use, for a bad day in production: `cpu`, `cpu_numpy`, `flat`, "
+    "`realign`, `grouped`",
 )
 
 _CACHE_DIR = Variable(

@@ -318,13 +318,15 @@ def test_grouped_needs_its_alignment() -> None:
 
 def test_paths_can_be_switched_off() -> None:
     """A path that is off is passed over, says so, and with all off there is none."""
-    flat_off = resolve_copy(576, disabled={CopyPath.FLAT})
+    flat_off = resolve_copy(576, refused={CopyPath.FLAT: "switched off"})
     assert flat_off.chosen is CopyPath.REALIGN
     assert flat_off.flat.reason == "switched off"
-    grouped_off = resolve_copy(576, unroll=2, disabled={CopyPath.GROUPED})
+    grouped_off = resolve_copy(576, unroll=2, refused={CopyPath.GROUPED: "switched off"})
     assert grouped_off.chosen is CopyPath.FLAT
     assert grouped_off.reason.startswith("grouped: switched off; flat: ")
-    none_left = resolve_copy(576, disabled={CopyPath.FLAT, CopyPath.REALIGN})
+    none_left = resolve_copy(
+        576, refused=dict.fromkeys((CopyPath.FLAT, CopyPath.REALIGN), "switched off")
+    )
     assert none_left.chosen is None
     assert none_left.reason == "flat: switched off; realign: switched off"
 

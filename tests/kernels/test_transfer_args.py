@@ -278,7 +278,7 @@ def test_runs_and_packages_hold_for_every_page_that_keeps_the_promise() -> None:
             at = [_byte_address(view, row, byte) for row in indices for byte in range(size)]
             assert len(at) % run_bytes == 0
             for begin in range(0, len(at), run_bytes):
-                assert at[begin + run_bytes - 1] - at[begin] == run_bytes - 1
+                assert at[begin : begin + run_bytes] == [at[begin] + i for i in range(run_bytes)]
                 assert at[begin] % runs.package == 0
             assert run_bytes % runs.package == 0
         seen.add((runs.package, runs.rows > 1))
@@ -354,13 +354,15 @@ def test_spans_of_2_gib_are_refused() -> None:
         _span_args(_span(size, 64), pool, pool)
 
 
-def test_a_launch_has_fewer_than_2_to_the_31_packages_and_digests() -> None:
-    """Pages over the limit of the span with the most packages, or over that of all spans, wait."""
-    small = _span_args(_span(16, 1), _dense(16, 64), _dense(16, 64))
+def test_a_launch_has_fewer_than_2_to_the_31_parts_and_digests() -> None:
+    """Pages over the limit of the span with the most parts, or over that of all spans, wait."""
+    word = _span_args(_span(8, 1), _dense(8, 64), _dense(8, 64))
+    small = _span_args(_span(1, 64), _dense(1, 64), _dense(1, 64))
     large = _span_args(_span(1 << 20, 64), _dense(1 << 20, 64), _dense(1 << 20, 64))
-    assert pages_per_launch([small]) == (1 << 31) - 1
-    assert pages_per_launch([small] * 3) == ((1 << 31) - 1) // 3
-    assert pages_per_launch([small, large]) == ((1 << 31) - 1) // (1 << 22)
+    assert pages_per_launch([word]) == (1 << 31) - 1
+    assert pages_per_launch([word] * 3) == ((1 << 31) - 1) // 3
+    assert pages_per_launch([word, small]) == ((1 << 31) - 1) // 64
+    assert pages_per_launch([small, large]) == ((1 << 31) - 1) // (1 << 23)
     with pytest.raises(PlanError, match="at least one span"):
         pages_per_launch([])
 

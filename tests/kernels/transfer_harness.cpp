@@ -287,18 +287,21 @@ int64_t find(const Case &of, const SpanCase &span, int64_t page, int64_t at, boo
 // Whether packages of this size tile every page with aligned, contiguous bytes on both sides.
 bool tiles(const Case &of, const SpanCase &span, int64_t package) {
   const int64_t num_bytes = span.element * of.rows_per_page;
-  if (num_bytes % package != 0) {
+  if (span.host.view.run_bytes % package != 0) {
     return false;
   }
-  for (int64_t page = 0; page < of.num_pages; ++page) {
-    for (int64_t begin = 0; begin < num_bytes; begin += package) {
-      for (const bool host : {false, true}) {
-        const int64_t first = find(of, span, page, begin, host);
-        const int64_t last = find(of, span, page, begin + package - 1, host);
-        const unsigned char *memory = host ? span.host.memory : span.device.memory;
-        if (first == kNone || last == kNone
-                ? first != last
-                : last - first != package - 1 || address(memory + first) % package != 0) {
+  for (const bool host : {false, true}) {
+    const unsigned char *memory = host ? span.host.memory : span.device.memory;
+    for (int64_t page = 0; page < of.num_pages; ++page) {
+      int64_t first = kNone;
+      for (int64_t at = 0; at < num_bytes; ++at) {
+        const int64_t here = find(of, span, page, at, host);
+        if (at % package == 0) {
+          first = here;
+          if (here != kNone && address(memory + here) % package != 0) {
+            return false;
+          }
+        } else if (here != (first == kNone ? kNone : first + at % package)) {
           return false;
         }
       }
@@ -440,8 +443,14 @@ void run(Case &of, const Choice &choice) {
     told.rows_per_page = static_cast<uint32_t>(of.rows_per_page);
     told.rows_table = static_cast<uint32_t>(s);
     told.flat_package = choice.path == Path::kFlat ? choice.package : 0;
-    told.page_units = plain_divisor(
-        told.flat_package != 0 ? static_cast<uint32_t>(told.num_bytes / told.flat_package) : 1);
+    // Any host run may be told to begin anywhere; lines then take the shortest start into account.
+    told.line_mask = chance(2) ? 127 : 0;
+    const int64_t run_bytes = span.host.view.run_bytes;
+    const int64_t line = 32 * (told.flat_package != 0 ? told.flat_package : 1);
+    const int64_t slack = told.line_mask != 0 ? 128 - line / 32 : 0;
+    const int64_t run_lines = (run_bytes + slack + line - 1) / line;
+    told.run_lines = plain_divisor(static_cast<uint32_t>(run_lines));
+    told.page_lines = plain_divisor(static_cast<uint32_t>(told.num_bytes / run_bytes * run_lines));
     transfer.rows[s] = address(span.index.data());
   }
   for (size_t s = 0; weighs && !of.is_load && s < of.spans.size(); ++s) {
@@ -473,6 +482,18 @@ void run(Case &of, const Choice &choice) {
   transfer.index_bytes = static_cast<uint32_t>(of.index_bytes);
   transfer.is_load = of.is_load ? 1 : 0;
   transfer.verify = of.verify ? 1 : 0;
+  uint32_t items = 0;
+  for (size_t s = 0; s < of.spans.size(); ++s) {
+    const Span &told = spans[of.skipped_spans + s];
+    const uint32_t here = choice.path == Path::kFlat      ? flat_chunks(transfer, told)
+                          : choice.path == Path::kGrouped ? told.rows_per_page * transfer.num_pages
+                                                          : tiles_of(told) * transfer.num_pages;
+    items = s == 0 || here == items ? here : 0;
+    if (items == 0) {
+      break;
+    }
+  }
+  transfer.items_per_span = chance(2) ? items : 0;
 
   for (const SpanCase &span : of.spans) {
     fence(span.device);

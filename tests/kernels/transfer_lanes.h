@@ -21,28 +21,37 @@ void each_lane(uint32_t turn, Body body) {
   }
 }
 
-template <typename Package>
-void flat_span(const Transfer &transfer, uint32_t index) {
-  const Span &span = span_of(transfer, index);
-  const uint32_t num_units = span.page_units.divisor * transfer.num_pages;
-  for (uint32_t chunk = 0; chunk * kFlatChunk < num_units; ++chunk) {
-    each_lane(chunk, [&](uint32_t lane) {
-      const LaneSum sum = flat_lane<Package>(transfer, index, span, chunk, lane);
-      if (transfer.verify != 0 && sum.sum != 0) {
-        atomic_add(sum_address(transfer, index, sum.page), sum.sum);
-      }
-    });
+// As many workers as divide nothing: each must find its share.
+constexpr uint32_t kWorkers = 7;
+
+template <typename Count, typename Body>
+void share_out_all(const Transfer &transfer, Count count, Body body) {
+  for (uint32_t worker = 0; worker < kWorkers; ++worker) {
+    share_out(transfer, worker, kWorkers, count, body);
   }
 }
 
-inline void flat(const Transfer &transfer) {
-  for (uint32_t i = 0; i < transfer.num_spans; ++i) {
-    if (span_of(transfer, i).flat_package == 16) {
-      flat_span<Package16>(transfer, i);
-    } else {
-      flat_span<Package8>(transfer, i);
+template <typename Package>
+void flat_chunk(const Transfer &transfer, uint32_t index, uint32_t chunk) {
+  each_lane(chunk, [&](uint32_t lane) {
+    const Span &span = span_of(transfer, index);
+    const LaneSum sum = flat_lane<Package>(transfer, index, span, chunk, lane);
+    if (transfer.verify != 0 && sum.sum != 0) {
+      atomic_add(sum_address(transfer, index, sum.page), sum.sum);
     }
-  }
+  });
+}
+
+inline void flat(const Transfer &transfer) {
+  share_out_all(
+      transfer, [&](const Span &span) { return flat_chunks(transfer, span); },
+      [&](uint32_t index, uint32_t chunk) {
+        if (span_of(transfer, index).flat_package == 16) {
+          flat_chunk<Package16>(transfer, index, chunk);
+        } else {
+          flat_chunk<Package8>(transfer, index, chunk);
+        }
+      });
 }
 
 inline void realign(const Transfer &transfer, bool digest_only) {
@@ -50,56 +59,46 @@ inline void realign(const Transfer &transfer, bool digest_only) {
   unsigned char *room = static_cast<unsigned char *>(malloc(kTileRoom));
   memset(room, 0xC3, kTileRoom);
   const bool from_host = transfer.is_load != 0 && !digest_only;
-  for (uint32_t i = 0; i < transfer.num_spans; ++i) {
-    const Span &span = span_of(transfer, i);
-    for (uint32_t page = 0; page < transfer.num_pages; ++page) {
-      for (uint32_t number = 0; number < tiles_of(span); ++number) {
-        const Tile tile = make_tile(transfer, span, i, page, number);
-        const uint32_t turn = page + number;
+  share_out_all(
+      transfer, [&](const Span &span) { return tiles_of(span) * transfer.num_pages; },
+      [&](uint32_t index, uint32_t number) {
+        const Span &span = span_of(transfer, index);
+        const uint32_t page = number / tiles_of(span);
+        const Tile tile = make_tile(transfer, span, index, page, number % tiles_of(span));
         bool whole = true;
-        each_lane(turn, [&](uint32_t lane) {
+        each_lane(number, [&](uint32_t lane) {
           whole = read_tile(transfer, span, tile, from_host, room, lane) && whole;
         });
-        if (!digest_only && (whole || from_host)) {
-          each_lane(turn, [&](uint32_t lane) {
-            write_tile(transfer, span, tile, !from_host, room, lane);
+        if (!digest_only) {
+          each_lane(number, [&](uint32_t lane) {
+            write_tile(transfer, span, tile, !from_host, whole, room, lane);
           });
-        } else if (!digest_only) {
-          each_lane(turn,
-                    [&](uint32_t lane) { write_torn_tile(transfer, span, tile, room, lane); });
         }
         if (transfer.verify != 0) {
-          each_lane(turn, [&](uint32_t lane) {
-            atomic_add(sum_address(transfer, i, page), weigh_tile(tile, room, lane));
+          each_lane(number, [&](uint32_t lane) {
+            atomic_add(sum_address(transfer, index, page), weigh_tile(tile, room, lane));
           });
         }
-      }
-    }
-  }
+      });
   free(room);
-}
-
-template <typename Package>
-void grouped_span(const Transfer &transfer, uint32_t index, uint32_t threads, uint32_t per_thread) {
-  const Span &span = span_of(transfer, index);
-  for (uint64_t number = 0; number < uint64_t{span.rows_per_page} * transfer.num_pages; ++number) {
-    for (uint32_t thread = 0; thread < threads; ++thread) {
-      grouped_element<Package>(transfer, span, number, thread, threads, per_thread);
-    }
-  }
 }
 
 inline void grouped(const Transfer &transfer, uint32_t threads, uint32_t package,
                     uint32_t per_thread) {
-  for (uint32_t i = 0; i < transfer.num_spans; ++i) {
-    if (package == 16) {
-      grouped_span<Package16>(transfer, i, threads, per_thread);
-    } else if (package == 8) {
-      grouped_span<Package8>(transfer, i, threads, per_thread);
-    } else {
-      grouped_span<Package4>(transfer, i, threads, per_thread);
-    }
-  }
+  share_out_all(
+      transfer, [&](const Span &span) { return span.rows_per_page * transfer.num_pages; },
+      [&](uint32_t index, uint32_t number) {
+        const Span &span = span_of(transfer, index);
+        for (uint32_t thread = 0; thread < threads; ++thread) {
+          if (package == 16) {
+            grouped_element<Package16>(transfer, span, number, thread, threads, per_thread);
+          } else if (package == 8) {
+            grouped_element<Package8>(transfer, span, number, thread, threads, per_thread);
+          } else {
+            grouped_element<Package4>(transfer, span, number, thread, threads, per_thread);
+          }
+        }
+      });
 }
 
 inline void finish(const Transfer &transfer) {

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvferry import __version__
-from kvferry.cli import explain, geometry, selftest
+from kvferry.cli import doctor, explain, geometry, selftest
 from kvferry.errors import KVFerryError
 
 __all__ = ["EXIT_BAD_INPUT", "main"]
@@ -31,7 +31,7 @@ class _Command(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
-_COMMANDS: tuple[_Command, ...] = (geometry, explain, selftest)
+_COMMANDS: tuple[_Command, ...] = (geometry, explain, selftest, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 from kvferry.errors import ConfigError, GeometryError, PlanError
 
@@ -52,10 +53,8 @@ _FEWER_THREADS = (16, 8, 4, 2, 1)
 # More loads than this at once cost registers that a thread does not have: they would spill.
 _MAX_PACKAGES_IN_FLIGHT = 8
 # A word of the digest: a thread weighs what it moves, so it must hold whole words. And 32 threads
-# with 4 bytes each ask for so little at once that realign, which reads 16-byte granules, moves more.
+# with 4 bytes each ask for so little at once that realign, with 16-byte granules, moves more.
 _NARROWEST_FLAT_PACKAGE = 8
-
-_OFF = "switched off"
 
 
 class CopyPath(enum.StrEnum):
@@ -136,7 +135,7 @@ class GroupedAnswer:
     reason: str
     config: GroupedConfig | None
     refusal: RefusalKind | None
-    """Set exactly where `config` is None; a path that is switched off keeps its `config`."""
+    """Set exactly where `config` is None; a path refused from outside keeps its `config`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -208,7 +207,7 @@ def resolve_copy(
     path: CopyPath | None = None,
     source_alignment: int = _WIDEST_PACKAGE,
     destination_alignment: int = _WIDEST_PACKAGE,
-    disabled: Collection[CopyPath] = (),
+    refused: Mapping[CopyPath, str] = MappingProxyType({}),
 ) -> CopyDecision:
     """Which path carries elements between two pools, and why; for every path whether it can.
 
@@ -226,7 +225,7 @@ def resolve_copy(
             as from `alignment_of` over base and strides: 1, 2, 4, 8 or 16. Dense pools with a base
             on 16 bytes may say 16 whatever the size, for the length of a span limits it enough.
         destination_alignment: The same on the writing side.
-        disabled: Paths that are switched off.
+        refused: Paths that may not be taken, and why.
 
     Raises:
         GeometryError: `element_size` is no such number.
@@ -242,12 +241,12 @@ def resolve_copy(
     grouped = _grouped(element_size, unroll, source_alignment, destination_alignment)
     if grouped.eligible and CopyPath.GROUPED not in order:
         grouped = dataclasses.replace(grouped, reason=f"{grouped.reason}; only on request")
-    if CopyPath.FLAT in disabled:
-        flat = dataclasses.replace(flat, eligible=False, reason=_OFF)
-    if CopyPath.REALIGN in disabled:
-        realign = RealignAnswer(eligible=False, reason=_OFF)
-    if CopyPath.GROUPED in disabled:
-        grouped = dataclasses.replace(grouped, eligible=False, reason=_OFF)
+    if CopyPath.FLAT in refused:
+        flat = dataclasses.replace(flat, eligible=False, reason=refused[CopyPath.FLAT])
+    if CopyPath.REALIGN in refused:
+        realign = RealignAnswer(eligible=False, reason=refused[CopyPath.REALIGN])
+    if CopyPath.GROUPED in refused:
+        grouped = dataclasses.replace(grouped, eligible=False, reason=refused[CopyPath.GROUPED])
     answers: dict[CopyPath, FlatAnswer | RealignAnswer | GroupedAnswer] = {
         CopyPath.FLAT: flat,
         CopyPath.REALIGN: realign,

@@ -7,18 +7,49 @@ from typing import Any
 
 from kvferry.kernels.copy_config import CopyPath, GroupedConfig
 from kvferry.kernels.jit import KernelLoader, KernelSource, Module, PreparedLaunch
-from kvferry.kernels.transfer_args import TransferArgs
+from kvferry.kernels.transfer_args import SpanArgs, TransferArgs
 
-__all__ = ["MoveKernels"]
+__all__ = ["MoveKernels", "page_work"]
+
+# What the kernels and the arithmetic here must agree on is defined here, and handed to the compiler.
+_FLAT_DEPTH = 4
+"""Loads that a thread of flat has on the way before its first store."""
+_TILE_BYTES = 2048
+"""What a warp of realign takes at once."""
 
 # As in csrc/transfer.cu: a larger block would leave too few registers for the loads in flight.
 _MOVE_THREADS = 512
 _FINISH_THREADS = 256
 _WARP_THREADS = 32
-# kTileRoom of csrc/realign.cuh: a tile of 2 KiB a warp and room to align it.
-_TILE_ROOM_BYTES = 2048 + 32
+# kTileRoom of csrc/realign.cuh: a tile, and room to align it.
+_TILE_ROOM_BYTES = _TILE_BYTES + 32
 
 _MAX_BLOCKS = 1 << 16
+
+
+
+
+def page_work(path: CopyPath, span: SpanArgs) -> int:
+    """How much work a page of `span` is for the kernel of `path`, in the units that it counts."""
+    if path is CopyPath.FLAT:
+        return int(span.page_lines.divisor)
+    if path is CopyPath.REALIGN:
+        return -(-int(span.num_bytes) // _TILE_BYTES)
+    return int(span.rows_per_page)
+
+
+def _items(path: CopyPath, work: int) -> int:
+    """What `share_out` in csrc/transfer.cuh deals, for `work` over all pages of a span."""
+    return -(-work // _FLAT_DEPTH) if path is CopyPath.FLAT else work
+
+
+def defines(kernel: str) -> dict[str, int]:
+    """What the compiler is told to make `kernel`: ``flat``, ``realign``, ``grouped``, ``finish``."""
+    return {
+        f"KVFERRY_KERNEL_{kernel.upper()}": 1,
+        "KVFERRY_FLAT_DEPTH": _FLAT_DEPTH,
+        "KVFERRY_TILE_BYTES": _TILE_BYTES,
+    }
 
 
 class _Move(ctypes.Structure):
@@ -56,6 +87,10 @@ class MoveKernels:
         for path in paths:
             self._prepared(path.value)
         self._prepared("finish")
+
+    def share_out(self, path: CopyPath, page_work: int) -> None:
+        """Tell `transfer` what each of its spans is for `path`; 0: it differs between them."""
+        self.transfer.items_per_span = _items(path, page_work * self.transfer.num_pages)
 
     def flat(self, num_blocks: int, stream: Any) -> None:
         """Move the spans of `transfer` in wide packages."""
@@ -101,7 +136,5 @@ class MoveKernels:
         return prepared
 
     def _module(self, name: str) -> Module:
-        # Every unit has the finish kernel, and a move always came before: its unit is loaded.
-        unit = next(iter(self._launches), CopyPath.FLAT.value) if name == "finish" else name
-        source = KernelSource.packaged("transfer.cu", {f"KVFERRY_KERNEL_{unit.upper()}": 1})
+        source = KernelSource.packaged("transfer.cu", defines(name))
         return self._loader.load(source, self._device)

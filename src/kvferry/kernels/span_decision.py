@@ -23,7 +23,7 @@ def decide_span(
     run_rows: int,
     path: CopyPath | None = None,
     unroll: int | None = None,
-    disabled: Collection[str] = (),
+    disabled: Collection[CopyPath] = (),
 ) -> CopyDecision:
     """The one answer for check, launch and report.
 
@@ -34,9 +34,15 @@ def decide_span(
         run_rows: The device run that is promised; see `span_runs`.
         path: The path that is asked for, or None for the best.
         unroll: As for `resolve_copy`.
-        disabled: Names of paths that are switched off.
+        disabled: Paths that are switched off.
     """
     runs = span_runs(device, host, rows_per_page=span.rows, run_rows=run_rows)
+    refused = dict.fromkeys(disabled, "switched off by KVFERRY_DISABLE_PATHS")
+    pieces = max(device.num_pieces, host.num_pieces)
+    if pieces > 1:
+        refused.setdefault(
+            CopyPath.GROUPED, f"takes an element in one piece, and here it lies in {pieces}"
+        )
     return resolve_copy(
         span.plane.element_size,
         rows=runs.rows,
@@ -44,5 +50,5 @@ def decide_span(
         path=path,
         source_alignment=runs.device_alignment,
         destination_alignment=runs.host_alignment,
-        disabled=disabled,
+        refused=refused,
     )

@@ -46,9 +46,12 @@ NO_FAULT = (1 << 64) - 1
 """What the kernels' fault word holds while every device row was in range."""
 
 _MAX_DIVIDEND = (1 << 31) - 1
-# Kernels number packages, and spans × pages, in 31 bits.
-_MAX_UNITS = (1 << 31) - 1
+# Kernels number the parts of a span over all pages, and spans × pages, in 31 bits.
+_MAX_PARTS = (1 << 31) - 1
 _FLAT_PACKAGES = (16, 8)
+# What the link and the memory behind it move at once. A line of flat begins on it.
+_LINE_BYTES = 128
+_WARP_THREADS = 32
 # A fault code has 28 bits for the row of a page, and 4 for the table.
 _FAULT_ROW_BITS = 28
 
@@ -90,10 +93,12 @@ class SpanArgs(ctypes.Structure):
         ("where", ctypes.c_uint64),
         ("num_bytes", ctypes.c_int64),
         ("element", DivisorArgs),
-        ("page_units", DivisorArgs),
+        ("page_lines", DivisorArgs),
+        ("run_lines", DivisorArgs),
         ("rows_per_page", ctypes.c_uint32),
         ("rows_table", ctypes.c_uint32),
         ("flat_package", ctypes.c_uint32),
+        ("line_mask", ctypes.c_uint32),
         ("unused", ctypes.c_uint32),
     )
 
@@ -121,6 +126,8 @@ class TransferArgs(ctypes.Structure):
         ("index_bytes", ctypes.c_uint32),
         ("is_load", ctypes.c_uint32),
         ("verify", ctypes.c_uint32),
+        ("items_per_span", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
     )
 
 
@@ -218,6 +225,8 @@ def span_args(
         )
     runs = span_runs(device, host, rows_per_page=span.rows, run_rows=run_rows)
     package = runs.package if runs.package in _FLAT_PACKAGES else 0
+    line_mask = 0 if _begins_on_lines(host, runs.host_bytes) else _LINE_BYTES - 1
+    run_lines = _lines_of_run(runs.host_bytes, package, line_mask) if package else 1
     # Kernels look at a run's first row only. Rows after the last whole run belong to none, so that
     # no run begins inside the pool and ends outside.
     device_rows = device.num_rows
@@ -236,22 +245,26 @@ def span_args(
         where=span_where(plane_index=span.plane_index, layer=span.layer, num_bytes=span.num_bytes),
         num_bytes=span.num_bytes,
         element=fast_divisor(span.plane.element_size),
-        page_units=fast_divisor(span.num_bytes // package if package else 1),
+        page_lines=fast_divisor(span.num_bytes // runs.host_bytes * run_lines),
+        run_lines=fast_divisor(run_lines),
         rows_per_page=span.rows,
         rows_table=rows_table,
         flat_package=package,
+        line_mask=line_mask,
     )
 
 
 def pages_per_launch(spans: Sequence[SpanArgs]) -> int:
-    """The most pages of `spans` that one launch may have; the rest need launches of their own.
+    """The most pages of `spans` that one launch may have, by any kernel.
 
-    Each launch has its own `num_pages`, with arrays that begin at its first page.
+    More need further launches, each with its own `num_pages` and arrays that begin at its first
+    page.
     """
     if not spans:
         raise PlanError("a launch needs at least one span; do not launch for none")
-    units = (int(span.page_units.divisor) for span in spans)
-    return _MAX_UNITS // max(len(spans), *units)
+    # No kernel cuts a span into more parts than elements, or than words of 8 bytes.
+    parts = (max(int(span.rows_per_page), -(-int(span.num_bytes) // 8)) for span in spans)
+    return _MAX_PARTS // max(len(spans), *parts)
 
 
 def fast_divisor(divisor: int) -> DivisorArgs:
@@ -305,6 +318,24 @@ def _run_alignment(view: LayerView, rows: int) -> int:
     if _blocks_are_apart(view) or not view.rows_are_contiguous:
         distances.append(view.block_stride if view.num_blocks > 1 else 0)
     return alignment_of(view.address, *distances)
+
+
+def _begins_on_lines(host: LayerView, run_bytes: int) -> bool:
+    """Whether every run on the host begins on `_LINE_BYTES`."""
+    steps = [host.address]
+    if not host.rows_are_contiguous:
+        steps += [host.row_stride, host.piece_stride if host.num_pieces > 1 else 0]
+    elif run_bytes < host.block_rows * host.row_stride:
+        steps.append(run_bytes)
+    if host.num_blocks > 1:
+        steps.append(host.block_stride)
+    return all(step % _LINE_BYTES == 0 for step in steps)
+
+
+def _lines_of_run(run_bytes: int, package: int, line_mask: int) -> int:
+    """The lines of 32 packages that a run takes at most, where the first may be shorter."""
+    slack = max(0, line_mask + 1 - package) if line_mask else 0
+    return -(-(run_bytes + slack) // (_WARP_THREADS * package))
 
 
 def _view_args(view: LayerView, num_rows: int, run_bytes: int) -> ViewArgs:

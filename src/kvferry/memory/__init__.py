@@ -8,6 +8,7 @@ from kvferry.memory.budget import (
     BudgetVerdict,
     check_budget,
     default_reserve_bytes,
+    format_bytes,
 )
 from kvferry.memory.host_pool import HostPool
 from kvferry.memory.mapping import HostMapping
@@ -37,6 +38,7 @@ __all__ = [
     "SlotRunAllocator",
     "check_budget",
     "default_reserve_bytes",
+    "format_bytes",
     "is_registered",
     "look_up",
     "read_memory",

@@ -10,7 +10,7 @@ import mmap
 import threading
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Self, SupportsIndex
+from typing import TYPE_CHECKING, Self, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -19,19 +19,22 @@ from kvferry.errors import (
     BudgetError,
     ConfigError,
     HostMemoryError,
-    PinError,
     PoolClosedError,
     PoolInUseError,
 )
 from kvferry.geometry import Geometry, PoolView, host_pool_view
 from kvferry.memory.budget import BudgetVerdict, check_budget, format_bytes
 from kvferry.memory.mapping import HostMapping, close_on_exit
-from kvferry.memory.pinned import register
+from kvferry.memory.pin_driver import ContextPinDriver
+from kvferry.memory.pinned import pinned_already, register
 from kvferry.memory.reading import MemoryReading, read_memory
 from kvferry.memory.registration import PinDriver, Registration
 from kvferry.memory.slot_owners import SlotOwner, SlotOwners
 from kvferry.memory.slot_runs import SlotRun, whole_number
 from kvferry.types import SlotKind
+
+if TYPE_CHECKING:
+    from kvferry.kernels.jit import Context
 
 __all__ = ["HostPool"]
 
@@ -252,19 +255,18 @@ class HostPool:
     ) -> Registration:
         """Register slots and digest table with `driver`, until the pool is closed.
 
-        Where the driver does not take them at once, no slot is split; see `register`.
+        Where the driver does not take them at once, no slot is split; see `register`. A pool that
+        is pinned already stays as it is, for all of its users.
 
         Raises:
-            PinError: The driver refused, and nothing is pinned; or the pool is pinned already.
+            PinError: The driver refused, and nothing is pinned; or the pool was pinned with gaps,
+                and here they are not allowed.
             ConfigError: `chunk_bytes` holds no slot.
         """
         with self._lease_lock:
             self._check_open()
             if self._registration is not None:
-                raise PinError(
-                    "the pool is pinned already, or being closed: use its `registration`, or make "
-                    "a new pool"
-                )
+                return pinned_already(self._registration, allow_gaps=allow_gaps)
             self._registration = register(
                 self._mapping.address,
                 self._mapping.num_bytes,
@@ -275,6 +277,10 @@ class HostPool:
                 owner=self._mapping,
             )
             return self._registration
+
+    def pin_for(self, context: Context) -> Registration:
+        """`pin` for the GPU of `context`."""
+        return self.pin(ContextPinDriver(context))
 
     def acquire(self) -> None:
         """Take a lease: the pool cannot be closed until `release`. Any thread may call it."""

@@ -16,7 +16,7 @@ from kvferry.errors import ConfigError, DriverError, PinError
 from kvferry.memory.budget import format_bytes
 from kvferry.memory.registration import PinDriver, PinnedChunk, Registration, give_up
 
-__all__ = ["is_registered", "look_up", "register"]
+__all__ = ["is_registered", "look_up", "pinned_already", "register"]
 
 # Refused pieces are halved down to this. A smaller one is not refused for its size.
 _SMALLEST_CHUNK_BYTES = 16 << 20
@@ -115,6 +115,20 @@ def is_registered(address: int, num_bytes: int, driver: PinDriver) -> bool:
     return all(driver.is_pinned(place) for place in _samples(address, num_bytes))
 
 
+def pinned_already(registration: Registration, *, allow_gaps: bool) -> Registration:
+    """The `registration` of a pool that is asked to pin itself once more."""
+    if registration.closed:
+        raise PinError(
+            "the pool could not be closed, and the driver keeps some of it: call its close() again"
+        )
+    if not registration.contiguous and not allow_gaps:
+        raise PinError(
+            f"the pool is pinned in {len(registration.chunks)} chunks that the GPU has apart: pass "
+            f"allow_gaps=True and ask for the address of each piece"
+        )
+    return registration
+
+
 def _samples(address: int, num_bytes: int) -> Iterator[int]:
     yield from range(address, address + num_bytes - 1, _LOOK_EVERY_BYTES)
     yield address + num_bytes - 1
@@ -167,15 +181,15 @@ def _refuse(
     bad: DriverError, address: int, num_bytes: int, offset: int, size: int, num_before: int
 ) -> NoReturn:
     if bad.code == _ALREADY_REGISTERED:
-        step = "part of it is registered already: look it up instead, or close that registration"
+        step = "Part of it is registered already: look it up instead, or close that registration"
     elif bad.code in _WHATEVER_THE_SIZE:
-        step = "the size does not matter here: see to the driver, or use the paths for the CPU"
+        step = "The size does not matter here: see to the driver, or use the paths for the CPU"
     else:
-        step = "ask for less, or free host memory and GPU memory that others hold"
+        step = "Ask for less, or free host memory and GPU memory that others hold"
+    before = f"The {num_before} chunks before it were given back. " if num_before else ""
     raise PinError(
         f"the driver did not register {size} bytes at offset {offset} of {num_bytes} "
-        f"({address + offset:#x}): code {bad.code} ({bad}). The {num_before} chunks before it "
-        f"were given back; {step}"
+        f"({address + offset:#x}): code {bad.code} ({bad}). {before}{step}"
     ) from bad
 
 

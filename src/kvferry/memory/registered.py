@@ -10,14 +10,14 @@ import numpy as np
 
 from kvferry.errors import (
     HostMemoryError,
-    PinError,
     PoolClosedError,
     PoolInUseError,
     ViewError,
 )
 from kvferry.geometry import Geometry, LayerView, PoolView, SlotDims
 from kvferry.memory.mapping import HostMapping
-from kvferry.memory.pinned import look_up, register
+from kvferry.memory.pin_driver import ContextPinDriver
+from kvferry.memory.pinned import look_up, pinned_already, register
 from kvferry.memory.registration import PinDriver, Registration
 from kvferry.types import SlotKind
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
+
+    from kvferry.kernels.jit import Context
 
 __all__ = ["RegisteredHostPool"]
 
@@ -42,6 +44,8 @@ class RegisteredHostPool:
         view: Where their rows lie, on the CPU; see `PoolView.from_tensors`. Page slot s of a plane
             with R rows a page is its rows ``[s·R, (s+1)·R)``.
         kind: Whether the tensors keep pages or checkpoints.
+        pin_tensors: Register the tensors' memory where a GPU engine is made over the pool. Without
+            it they must be pinned already.
 
     Raises:
         ViewError: A plane is missing, lies on a device, or has rows that are no whole number of
@@ -50,7 +54,12 @@ class RegisteredHostPool:
     """
 
     def __init__(
-        self, geometry: Geometry, view: PoolView, *, kind: SlotKind = SlotKind.PAGE
+        self,
+        geometry: Geometry,
+        view: PoolView,
+        *,
+        kind: SlotKind = SlotKind.PAGE,
+        pin_tensors: bool = False,
     ) -> None:
         planes = {span.plane.name: span.plane for span in geometry.spans(kind)}
         missing = sorted(set(planes) - set(view.layers))
@@ -73,6 +82,7 @@ class RegisteredHostPool:
                 )
         if len(set(pages.values())) > 1:
             raise ViewError(f"planes differ in their number of page slots: {pages}")
+        self._pin_tensors = pin_tensors
         self.geometry = geometry
         self.kind = kind
         self.view = view
@@ -94,6 +104,7 @@ class RegisteredHostPool:
         slot_dims: SlotDims | Mapping[str, SlotDims] = (0,),
         layer_dim: int = 0,
         kind: SlotKind = SlotKind.PAGE,
+        pin_tensors: bool = False,
     ) -> RegisteredHostPool:
         """A pool over an engine's tensors; arguments as for `PoolView.from_tensors`.
 
@@ -102,7 +113,7 @@ class RegisteredHostPool:
         ``layer_dim=1, slot_dims=(0, 1)``.
         """
         view = PoolView.from_tensors(geometry, tensors, slot_dims=slot_dims, layer_dim=layer_dim)
-        return cls(geometry, view, kind=kind)
+        return cls(geometry, view, kind=kind, pin_tensors=pin_tensors)
 
     @property
     def digests(self) -> NDArray[np.uint64]:
@@ -134,6 +145,8 @@ class RegisteredHostPool:
     ) -> Registration:
         """Register the digest table, and look the tensors up or register them too.
 
+        A pool that is pinned already stays as it is, for all of its users.
+
         Args:
             driver: What talks to the driver.
             pin_tensors: The tensors are not pinned yet: register the memory pages that they lie
@@ -143,15 +156,12 @@ class RegisteredHostPool:
 
         Raises:
             PinError: The driver refused, or the tensors are not pinned, and nothing was changed;
-                or the pool is pinned already.
+                or the pool was pinned with gaps, and here they are not allowed.
         """
         with self._lock:
             self._check_open()
             if self._registration is not None:
-                raise PinError(
-                    "the pool is pinned already, or being closed: use its `registration`, or make "
-                    "a new pool"
-                )
+                return pinned_already(self._registration, allow_gaps=allow_gaps)
             table, size = self._mapping.address, self._mapping.num_bytes
             parts = [register(table, size, driver, owner=self._mapping)]
             try:
@@ -174,6 +184,10 @@ class RegisteredHostPool:
                 raise
             self._registration = Registration.merged(driver, parts)
             return self._registration
+
+    def pin_for(self, context: Context) -> Registration:
+        """`pin` for the GPU of `context`."""
+        return self.pin(ContextPinDriver(context), pin_tensors=self._pin_tensors)
 
     def acquire(self) -> None:
         """Keep the pool open; raises PoolClosedError if it is closed."""

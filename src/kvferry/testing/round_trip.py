@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 
 from kvferry.geometry import Geometry, HitRule, Plane, PoolView
+from kvferry.kernels import digest_spans, span_seeds
 from kvferry.memory import HostPool, RegisteredHostPool
 from kvferry.testing.layouts import (
     DeviceLayout,
@@ -121,12 +122,25 @@ class RoundTrip:
         self._guarded: GuardedBuffer | None = None
         self._host = self._own_pool() if host_layout is None else self._engine_pool(host_layout)
         self._stored = self._host_image()
-        self._digests: NDArray[np.uint64] | None = None
+        self._digests = self._expected_digests()
 
     @property
     def num_bytes(self) -> int:
         """What one transfer moves."""
         return sum(layer.size for layer in self._elements)
+
+    def takes(self, path: str) -> bool:
+        """Whether `path` can carry this case at all; only GPU paths are particular."""
+        if self._memory.device == "cpu":
+            return True
+        plan = TransferPlan.store(self._geometry, **self._indices(self._sources, "int64"))
+        with TransferEngine(self._device, self._host) as engine:
+            decisions = engine.explain(plan).values()
+        return {
+            "flat": all(decision.flat.eligible for decision in decisions),
+            "realign": all(decision.realign.eligible for decision in decisions),
+            "grouped": all(decision.grouped.eligible for decision in decisions),
+        }[path]
 
     def store(self, path: str, index_type: str) -> float:
         """Store into poisoned slots and compare; the seconds the store took.
@@ -136,11 +150,11 @@ class RoundTrip:
         self._memory.fill(self._before)
         self._poison_host()
         plan = TransferPlan.store(self._geometry, **self._indices(self._sources, index_type))
-        engine = TransferEngine(self._device, self._host, path=path)
-        began = time.perf_counter()
-        handle = engine.store(plan)
-        handle.wait()
-        seconds = time.perf_counter() - began
+        with TransferEngine(self._device, self._host, path=path) as engine:
+            began = time.perf_counter()
+            handle = engine.store(plan)
+            handle.wait()
+            seconds = time.perf_counter() - began
         _check_path(handle.path, path)
         self._check_host("host pool after the store")
         self._memory.check(self._before, "device pool after the store")
@@ -154,20 +168,20 @@ class RoundTrip:
         """
         self._memory.fill()
         plan = TransferPlan.load(self._geometry, **self._indices(self._targets, index_type))
-        engine = TransferEngine(self._device, self._host, path=path)
-        began = time.perf_counter()
-        handle = engine.load(plan)
-        handle.wait()
-        seconds = time.perf_counter() - began
-        _check_path(handle.path, path)
-        if handle.verified_pages != plan.num_pages:
-            raise AssertionError(
-                f"{handle.verified_pages} of {plan.num_pages} good pages were verified; "
-                f"{handle.bad_pages} were refused"
-            )
-        self._memory.check(self._after, "device pool after the load")
-        self._check_host("host pool after the load")
-        self._load_damaged(engine, plan)
+        with TransferEngine(self._device, self._host, path=path) as engine:
+            began = time.perf_counter()
+            handle = engine.load(plan)
+            handle.wait()
+            seconds = time.perf_counter() - began
+            _check_path(handle.path, path)
+            if handle.verified_pages != plan.num_pages:
+                raise AssertionError(
+                    f"{handle.verified_pages} of {plan.num_pages} good pages were verified; "
+                    f"{handle.bad_pages} were refused"
+                )
+            self._memory.check(self._after, "device pool after the load")
+            self._check_host("host pool after the load")
+            self._load_damaged(engine, plan)
         return seconds
 
     def close(self) -> None:
@@ -226,7 +240,7 @@ class RoundTrip:
 
         self._guarded = GuardedBuffer(num_pool_bytes(placed(0)))
         view = PoolView(self._geometry, {self._plane.name: placed(self._guarded.address)})
-        return RegisteredHostPool(self._geometry, view, kind=self._kind)
+        return RegisteredHostPool(self._geometry, view, kind=self._kind, pin_tensors=True)
 
     def _poison_host(self) -> None:
         self._host.digests[:] = 0
@@ -271,6 +285,21 @@ class RoundTrip:
             return {**indices, "plane_slots": {self._plane.name: rows.astype(index_type)}}
         return {**indices, "device_slots": rows.astype(index_type)}
 
+    def _expected_digests(self) -> NDArray[np.uint64]:
+        """Of every page and span, over the elements themselves. Shape: ``[pages, spans]``."""
+        pages = len(self._host_slots)
+        columns = []
+        for span in self._geometry.spans(self._kind):
+            seeds = span_seeds(
+                np.zeros(pages, dtype=np.uint64),
+                plane_index=span.plane_index,
+                layer=span.layer,
+                num_bytes=span.num_bytes,
+            )
+            spans = self._elements[span.layer].reshape(pages, span.num_bytes)
+            columns.append(digest_spans(spans, seeds))
+        return np.stack(columns, axis=1)
+
     def _check_host(self, what: str) -> None:
         if self._guarded is not None:
             self._guarded.check(self._stored, what)
@@ -282,9 +311,7 @@ class RoundTrip:
         found = self._host.digests[self._host_slots]
         if not found.all():
             raise AssertionError(f"{int((found == 0).sum())} spans were stored without a digest")
-        if self._digests is None:
-            self._digests = found.copy()
-        assert_bytes_equal(found, self._digests, "digests, compared with another path's")
+        assert_bytes_equal(found, self._digests, "digests, compared with the plain ones")
 
 
 def _geometry(element_size: int, kind: SlotKind, device_run: int) -> Geometry:

@@ -18,7 +18,7 @@ from kvferry.errors import ConfigError, KVFerryError
 from kvferry.testing.layouts import DeviceLayout
 from kvferry.testing.patterns import GuardedBuffer
 from kvferry.testing.round_trip import DeviceMemory, RoundTrip
-from kvferry.transfer import available_cpu_paths
+from kvferry.transfer import available_cpu_paths, available_gpu_paths
 from kvferry.types import Direction, Layout, SlotKind
 
 __all__ = [
@@ -42,7 +42,7 @@ _OWN_POOL = "host_pool"
 _HOST_LAYOUTS = (_OWN_POOL, *(layout.value for layout in Layout))
 _INDEX_TYPES = ("int32", "int64")
 _SHOWN_FAILURES = 20
-_KNOWN_PATHS = ("cpu", "cpu_numpy")
+_KNOWN_PATHS = ("cpu", "cpu_numpy", "flat", "realign", "grouped")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,13 @@ class _Device:
 
 
 def _devices() -> tuple[_Device, ...]:
-    return (_Device(GuardedBuffer, tuple(path.name for path in available_cpu_paths())),)
+    host = _Device(GuardedBuffer, tuple(path.name for path in available_cpu_paths()))
+    gpu_paths = available_gpu_paths()
+    if not gpu_paths:
+        return (host,)
+    from kvferry.testing.device_memory import GuardedDeviceBuffer
+
+    return (host, _Device(GuardedDeviceBuffer, tuple(path.value for path in gpu_paths)))
 
 
 def selftest_cases(*, quick: bool = False) -> Iterator[SelfTestCase]:
@@ -242,6 +248,8 @@ def _run_case(
         allocate=device.allocate,
     ) as trip:
         for path in device.paths:
+            if not trip.takes(path):
+                continue
             counts = paths[path]
             for direction, message in _outcomes(trip, case, path, counts):
                 counts.cases += 1

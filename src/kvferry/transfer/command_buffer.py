@@ -1,8 +1,8 @@
 """The memory of one GPU transfer: what the kernels read beside the pools, and what they report.
 
-    pinned   | row tables | host slots | page seeds | fault |          copied in
-    device   | row tables | host slots | page seeds | fault | bad pages | sums |
-    pinned                                          | fault | bad pages |  copied out
+pinned   | row tables | host slots | page seeds | fault |          copied in
+device   | row tables | host slots | page seeds | fault | bad pages | sums |
+pinned                                          | fault | bad pages |  copied out
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class CommandBuffer:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._device: DeviceBuffer | None = None
-        self._upload: PinnedBuffer | None = None
-        self._report: PinnedBuffer | None = None
+        self._device = DeviceBuffer(context, _SMALLEST_BYTES)
+        self._upload = PinnedBuffer(context, _SMALLEST_BYTES)
+        self._report = PinnedBuffer(context, _SMALLEST_BYTES)
         self.row_tables: tuple[int, ...] = ()
         self.host_slots = 0
         self.page_seeds = 0
@@ -47,7 +47,7 @@ class CommandBuffer:
     @property
     def device_bytes(self) -> int:
         """The device memory it holds."""
-        return 0 if self._device is None else self._device.num_bytes
+        return self._device.num_bytes
 
     def lay_out(self, plan: TransferPlan, tables: list[NDArray[np.int64]], num_spans: int) -> None:
         """Give every part its place and fill in what is copied in.
@@ -71,7 +71,6 @@ class CommandBuffer:
         self.fault = base + fault
         self.bad_pages = self.fault + 8
         self.sums = self.bad_pages + bad_bytes
-        assert self._upload is not None
         staged = self._upload.address
         for part, offset in zip(parts, offsets, strict=True):
             whole = np.ascontiguousarray(part)
@@ -79,50 +78,38 @@ class CommandBuffer:
         ctypes.c_uint64.from_address(staged + fault).value = NO_FAULT
 
     def _reserve(self, device_bytes: int, report_bytes: int) -> int:
-        if self._device is None or self._device.num_bytes < device_bytes:
-            size = _SMALLEST_BYTES
-            while size < device_bytes:
-                size *= 2
-            self._close_one("_device")
-            self._close_one("_upload")
+        if self._device.num_bytes < device_bytes:
+            size = 1 << (device_bytes - 1).bit_length()
+            self._device.close()
+            self._upload.close()
             self._device = DeviceBuffer(self._context, size)
             self._upload = PinnedBuffer(self._context, size)
-        if self._report is None or self._report.num_bytes < report_bytes:
-            self._close_one("_report")
-            self._report = PinnedBuffer(self._context, max(_SMALLEST_BYTES, 2 * report_bytes))
+        if self._report.num_bytes < report_bytes:
+            self._report.close()
+            self._report = PinnedBuffer(self._context, 1 << (report_bytes - 1).bit_length())
         return self._device.address
 
     def copy_in(self, stream: Stream) -> None:
         """Bring it to the device and clear what the kernels add to."""
-        assert self._upload is not None
-        assert self._device is not None
         stream.copy_in(self._device.address, self._upload.address, self._upload_bytes)
         stream.clear(self.bad_pages, self._clear_bytes)
 
     def copy_out(self, stream: Stream) -> None:
         """Bring back what the kernels report."""
-        assert self._report is not None
         stream.copy_out(self._report.address, self.fault, 8 + self._num_pages)
 
     def report(self) -> tuple[int, tuple[int, ...]]:
         """The fault code and the positions of bad pages; only once `copy_out` is over."""
-        assert self._report is not None
         fault = ctypes.c_uint64.from_address(self._report.address).value
         flags = np.frombuffer(
             ctypes.string_at(self._report.address + 8, self._num_pages), dtype=np.uint8
         )
         return fault, tuple(int(page) for page in np.flatnonzero(flags))
 
-    def _close_one(self, name: str) -> None:
-        held = getattr(self, name)
-        setattr(self, name, None)
-        if held is not None:
-            held.close()
-
     def close(self) -> None:
         """Free everything; the buffer must be idle."""
-        for name in ("_device", "_upload", "_report"):
-            self._close_one(name)
+        for held in (self._device, self._upload, self._report):
+            held.close()
 
 
 class CommandBuffers:

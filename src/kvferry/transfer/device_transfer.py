@@ -130,7 +130,7 @@ class DeviceTransfer(TransferHandle):
             if self._error is None:
                 self._read_report(commands)
         self._over = True
-        self._on_done(self, commands, (*self._layers.values(), self._finished))
+        self._on_done(self, commands, tuple({*self._layers.values(), self._finished}))
 
     def _read_report(self, commands: CommandBuffer) -> None:
         code, self._bad_pages = commands.report()

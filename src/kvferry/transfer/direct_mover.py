@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvferry.errors import DriverError, PlanError
+from kvferry.errors import ConfigError, DriverError, PlanError
 from kvferry.kernels import (
     CopyDecision,
     CopyPath,
@@ -17,9 +17,10 @@ from kvferry.kernels import (
     decide_span,
     span_args,
 )
-from kvferry.kernels.jit import Event, Stream
+from kvferry.kernels.jit import Event, Stream, process_loader
 from kvferry.transfer.command_buffer import CommandBuffer, CommandBuffers
 from kvferry.transfer.device_transfer import DeviceTransfer
+from kvferry.transfer.paths import disabled_gpu_paths
 from kvferry.transfer.span_table import Carried, Launch, SpanTable
 from kvferry.types import Direction
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from kvferry.geometry import LayerView, PoolView, Span
     from kvferry.kernels.jit import KernelLoader
-    from kvferry.transfer.host_pages import PinnedPages
+    from kvferry.transfer.host_pages import HostPages
     from kvferry.transfer.plan import TransferPlan
 
 __all__ = ["DEFAULT_BLOCKS", "DirectMover"]
@@ -68,14 +69,14 @@ class DirectMover:
     def __init__(
         self,
         device: PoolView,
-        host: PinnedPages,
+        host: HostPages,
         loader: KernelLoader,
         *,
         verify: bool,
         blocks: int | None = None,
         path: CopyPath | None = None,
         unroll: int | None = None,
-        disabled: frozenset[str] = frozenset(),
+        disabled: frozenset[CopyPath] = frozenset(),
     ) -> None:
         self._device = device
         self._host = host
@@ -87,7 +88,7 @@ class DirectMover:
         self._gpu = _gpu_index(device.device)
         self._context = loader.driver.context(self._gpu)
         with self._context.current():
-            self._pinned = host.pin(loader.driver)
+            self._pinned = host.pin_for(self._context)
             self._kernels = MoveKernels(loader, self._gpu)
             self._streams = {direction: Stream(self._context) for direction in Direction}
             self._ready = {direction: Event(self._context) for direction in Direction}
@@ -95,6 +96,47 @@ class DirectMover:
         self._events: list[Event] = []
         self._tables: collections.OrderedDict[_TableKey, SpanTable] = collections.OrderedDict()
         self._in_flight: dict[int, DeviceTransfer] = {}
+
+    @classmethod
+    def open(
+        cls,
+        device: PoolView,
+        host: HostPages,
+        *,
+        verify: bool,
+        path: str | None,
+        unroll: int | None,
+        num_blocks: int | None,
+    ) -> DirectMover:
+        """A mover with the driver, compiler and cache of this process.
+
+        Raises:
+            ConfigError: `path` is no GPU path or is switched off, or `num_blocks` is below 1.
+            MissingDependencyError, NoDeviceError, DriverTooOldError, PinError: as they say.
+        """
+        if num_blocks is not None and num_blocks < 1:
+            raise ConfigError(f"num_blocks={num_blocks}: give at least 1, or None")
+        disabled = disabled_gpu_paths()
+        names = [one.value for one in CopyPath if one not in disabled]
+        if path is not None and path not in names:
+            raise ConfigError(
+                f"path {path!r} is not to be had for GPU pools; there are: {', '.join(names)}"
+            )
+        return cls(
+            device,
+            host,
+            process_loader(),
+            verify=verify,
+            blocks=num_blocks,
+            path=None if path is None else CopyPath(path),
+            unroll=unroll,
+            disabled=disabled,
+        )
+
+    @property
+    def path(self) -> str:
+        """How this mover is called; each handle says which kernels carried it."""
+        return "direct"
 
     @property
     def device_bytes(self) -> int:
@@ -113,6 +155,13 @@ class DirectMover:
             disabled=self._disabled,
         )
 
+    def explain(self, plan: TransferPlan) -> Mapping[tuple[str, int], CopyDecision]:
+        """For each plane and layer of `plan`: which kernel carries it, and why."""
+        return {
+            (span.plane.name, span.layer): self.decide(span, plan.device_run(span.plane.name))
+            for span in plan.spans
+        }
+
     def submit(self, plan: TransferPlan, stream: int | None) -> DeviceTransfer:
         """Start `plan` after what `stream` holds now; None: the caller's current stream.
 
@@ -124,6 +173,11 @@ class DirectMover:
             self._reap()
             tables, table_of = _row_tables(plan)
             table = self._table(plan, table_of)
+            if plan.num_pages > table.max_pages:
+                raise PlanError(
+                    f"{plan.num_pages} pages in one transfer; kernels take {table.max_pages} of "
+                    f"this geometry at once: split the plan"
+                )
             commands = self._commands.take()
             try:
                 commands.lay_out(plan, tables, table.num_spans)
@@ -141,7 +195,7 @@ class DirectMover:
         finished = self._event()
         transfer = DeviceTransfer(
             plan,
-            path=f"direct:{table.path}",
+            path=table.path,
             verified=self._verify,
             context=self._context,
             current_stream=self.current_stream,
@@ -188,10 +242,11 @@ class DirectMover:
         args.is_load = plan.direction is Direction.LOAD
         args.verify = self._verify
         for launch in table.launches:
-            args.first_span, args.num_spans = launch.first, launch.count
+            args.first_span, args.num_spans = launch.first, launch.num_spans
+            self._kernels.share_out(launch.path, launch.page_work)
             self._move(launch, stream.handle)
-            if launch.ends_layer is not None:
-                layers[launch.ends_layer] = self._recorded(stream)
+            if launch.ends_layers:
+                layers.update(dict.fromkeys(launch.ends_layers, self._recorded(stream)))
         if self._verify:
             args.first_span, args.num_spans = 0, table.num_spans
             self._kernels.finish(table.num_spans * plan.num_pages, stream.handle)
@@ -202,16 +257,16 @@ class DirectMover:
             self._kernels.flat(blocks, stream)
         elif launch.path is CopyPath.REALIGN:
             self._kernels.realign(blocks, stream)
-        else:
-            assert launch.grouped is not None
+        elif launch.grouped is not None:
             self._kernels.grouped(launch.grouped, blocks, stream)
             if self._verify:
+                self._kernels.share_out(CopyPath.REALIGN, 0)
                 self._kernels.realign(blocks, stream, digest_only=True)
 
     def _record_layers(self, table: SpanTable, stream: Stream, layers: dict[int, Event]) -> None:
         for launch in table.launches:
-            if launch.ends_layer is not None:
-                layers[launch.ends_layer] = self._recorded(stream)
+            if launch.ends_layers:
+                layers.update(dict.fromkeys(launch.ends_layers, self._recorded(stream)))
 
     def _table(self, plan: TransferPlan, table_of: dict[str, int]) -> SpanTable:
         runs = {name: plan.device_run(name) for name in plan.device_rows}
@@ -260,7 +315,7 @@ class DirectMover:
         return dataclasses.replace(view, address=self._pinned.device_address(view.address))
 
     def current_stream(self) -> int:
-        """The caller's current stream on this GPU: torch's where torch is loaded, else the legacy."""
+        """The caller's current stream on this GPU: torch's where torch is loaded, else legacy."""
         torch = sys.modules.get("torch")
         if torch is None:
             return 0

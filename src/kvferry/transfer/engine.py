@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
 
-import numpy as np
-
-from kvferry.errors import ConfigError, PlanError, TransferFaultError, ViewError
-from kvferry.geometry import PoolView
-from kvferry.transfer.handle import CompletedTransfer, TransferHandle
-from kvferry.transfer.paths import choose_cpu_path
-from kvferry.transfer.span_move import SpanMove
+from kvferry.errors import ConfigError, PlanError, ViewError
+from kvferry.transfer.cpu_carrier import CpuCarrier
+from kvferry.transfer.direct_mover import DirectMover
 from kvferry.types import Direction
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
     from numpy.typing import NDArray
 
+    from kvferry.geometry import PoolView
+    from kvferry.kernels import CopyDecision
+    from kvferry.transfer.handle import TransferHandle
     from kvferry.transfer.host_pages import HostPages
     from kvferry.transfer.plan import TransferPlan
 
 __all__ = ["TransferEngine"]
 
-# Below this many bytes handing work to another thread costs more than it saves.
-_BYTES_WORTH_A_THREAD = 1 << 20
+
+class _Carrier(Protocol):
+    """What carries plans out, once they are checked."""
+
+    @property
+    def path(self) -> str: ...
+
+    def submit(self, plan: TransferPlan, stream: int | None) -> TransferHandle: ...
+
+    def explain(self, plan: TransferPlan) -> Mapping[tuple[str, int], CopyDecision]: ...
+
+    def close(self) -> None: ...
 
 
 class TransferEngine:
@@ -34,18 +45,30 @@ class TransferEngine:
     ``cpu_numpy`` where the compiled kernel is not installed. There `load` and `store` copy before
     they return, so they are ordered with the caller's own work, and the handle they return is done.
 
+    A device pool on an NVIDIA GPU is served by kernels that read and write the host pool in place,
+    ``flat`` or ``realign``, in streams of their own. `load` and `store` return at once; a transfer
+    starts after what the caller's stream held when it was submitted, and the caller's stream waits
+    for it where `TransferHandle.wait_layer` or `wait_all` says so. The host pool is pinned when the
+    engine is made. One thread at a time may use an engine.
+
     Args:
         device: The engine's pool.
         host: Page slots: a `HostPool` or a `RegisteredHostPool`.
         verify: Make digests on store and check them on load.
-        num_threads: Threads a large transfer is spread over; None: up to 4, as cores allow.
-        path: Take this path and no other; None: the best there is.
+        num_threads: On the CPU, threads a large transfer is spread over; None: up to 4, as cores
+            allow.
+        path: Take this path and no other, or refuse; None: the best there is. ``grouped``, on a
+            GPU, is taken on request only.
+        unroll: With ``grouped``: 32 / unroll threads share an element.
+        num_blocks: On a GPU, the most multiprocessors a kernel may take; None: as measured.
 
     Raises:
         ViewError: The pools are of different geometries or overlap, or no path serves the device.
         ConfigError: Every path that could serve it is switched off, `path` is not there, or
-            `num_threads` is below 1.
+            a number is below 1.
         PoolClosedError: The host pool is closed.
+        MissingDependencyError, NoDeviceError, DriverTooOldError, PinError: The GPU cannot be used;
+            the message says what to do.
     """
 
     def __init__(
@@ -56,78 +79,105 @@ class TransferEngine:
         verify: bool = True,
         num_threads: int | None = None,
         path: str | None = None,
+        unroll: int | None = None,
+        num_blocks: int | None = None,
     ) -> None:
         if device.geometry.fingerprint != host.geometry.fingerprint:
             raise ViewError(
                 f"device pool {device.geometry.fingerprint} and host pool "
                 f"{host.geometry.fingerprint} are of different geometries; build both from one"
             )
-        if device.device != "cpu":
-            raise ViewError(
-                f"no path serves device {device.device} yet; pass tensors in host memory"
-            )
-        shared = device.overlap_with(host.view)
-        if shared is not None:
-            raise ViewError(
-                f"the device's {shared[0]} and the host's {shared[1]} overlap in memory; give each "
-                f"pool its own"
-            )
-        if num_threads is not None and num_threads < 1:
-            raise ConfigError(f"num_threads={num_threads}: give at least 1, or None")
         self._device = device
         self._host = host
         self._verify = verify
-        self._path, self._move_span = choose_cpu_path(path)
-        cores = len(os.sched_getaffinity(0))
-        self._num_threads = min(4, cores) if num_threads is None else num_threads
+        kind = device.device.partition(":")[0]
+        self._carrier: _Carrier
+        if kind == "cpu":
+            if unroll is not None or num_blocks is not None:
+                raise ConfigError(
+                    f"unroll={unroll}, num_blocks={num_blocks}: both are for GPU pools, and this "
+                    f"one is in host memory; leave them out"
+                )
+            self._carrier = CpuCarrier(
+                device, host, verify=verify, num_threads=num_threads, path=path
+            )
+        elif kind == "cuda":
+            if num_threads is not None:
+                raise ConfigError(
+                    f"num_threads={num_threads} is for pools in host memory, and this one is on "
+                    f"{device.device}; give num_blocks, or leave it out"
+                )
+            self._carrier = DirectMover.open(
+                device, host, verify=verify, path=path, unroll=unroll, num_blocks=num_blocks
+            )
+        else:
+            raise ViewError(
+                f"no path serves device {device.device}; pass tensors on an NVIDIA GPU (cuda) or "
+                f"in host memory (cpu)"
+            )
 
     @property
     def path(self) -> str:
-        """The path that transfers take: ``cpu`` or ``cpu_numpy``."""
-        return self._path
+        """``cpu``, ``cpu_numpy`` or ``direct``, whose handles name the kernels they took."""
+        return self._carrier.path
 
     @property
     def verify(self) -> bool:
         """Whether digests are made and checked."""
         return self._verify
 
-    def load(self, plan: TransferPlan) -> TransferHandle:
+    def load(self, plan: TransferPlan, stream: int | None = None) -> TransferHandle:
         """Bring the plan's pages to the device.
 
         Pages whose digest does not match are in `TransferHandle.bad_pages`; their rows hold
         nothing that may be used.
 
+        Args:
+            plan: What moves.
+            stream: On a GPU, the handle of the stream whose work so far reads or writes the rows
+                that are overwritten; None: the caller's current stream.
+
         Raises:
             PlanError: Before a byte moves: the plan is a store, is of another geometry or slot
-                kind, or an index lies outside its pool.
+                kind, an index lies outside its pool, or it cannot move as the engine was told to.
             PoolClosedError: The host pool is closed.
         """
-        return self._submit(plan, Direction.LOAD)
+        return self._submit(plan, Direction.LOAD, stream)
 
-    def store(self, plan: TransferPlan) -> TransferHandle:
-        """Take the plan's pages from the device; errors as for `load`."""
-        return self._submit(plan, Direction.STORE)
+    def store(self, plan: TransferPlan, stream: int | None = None) -> TransferHandle:
+        """Take the plan's pages from the device; errors as for `load`.
 
-    def _submit(self, plan: TransferPlan, direction: Direction) -> TransferHandle:
+        On a GPU `stream` is the one whose work so far wrote the pages.
+        """
+        return self._submit(plan, Direction.STORE, stream)
+
+    def explain(self, plan: TransferPlan) -> Mapping[tuple[str, int], CopyDecision]:
+        """For each (plane, layer) that `plan` moves: which kernel carries it on a GPU, and why.
+
+        Empty in host memory, where `path` is all there is to say.
+        """
+        return self._carrier.explain(plan)
+
+    def close(self) -> None:
+        """Wait for what is in flight and give back what the engine holds of a GPU."""
+        self._carrier.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _submit(
+        self, plan: TransferPlan, direction: Direction, stream: int | None
+    ) -> TransferHandle:
         self._check(plan, direction)
-        self._host.acquire()
-        try:
-            moves = self._moves(plan)
-            good = self._run(moves, plan)
-        except (MemoryError, OSError) as fault:
-            # The slots may hold half the old bytes, half the new: no digest vouches for them.
-            if direction is Direction.STORE:
-                self._host.digests[plan.host_slots] = 0
-            failed = TransferFaultError(
-                f"{direction.value} of {plan.num_pages} pages failed: {fault}"
-            )
-            # Without its traceback, whose frames would keep the pool's memory from being closed.
-            failed.__cause__ = fault.with_traceback(None)
-            return CompletedTransfer(plan, self._path, self._verify, fault=failed)
-        finally:
-            self._host.release()
-        bad = tuple(int(page) for page in np.flatnonzero(~good))
-        return CompletedTransfer(plan, self._path, self._verify, failed_pages=bad)
+        return self._carrier.submit(plan, stream)
 
     def _check(self, plan: TransferPlan, direction: Direction) -> None:
         if plan.direction is not direction:
@@ -149,41 +199,6 @@ class TransferEngine:
             _check_range(
                 f"device slots of plane {name!r}", rows, self._device.num_rows(name), "rows"
             )
-
-    def _moves(self, plan: TransferPlan) -> list[SpanMove]:
-        moves = []
-        for span in plan.spans:
-            name = span.plane.name
-            moves.append(
-                SpanMove(
-                    span=span,
-                    device=self._device.view(name, span.layer),
-                    host=self._host.view.view(name, span.layer),
-                    device_rows=plan.device_rows[name],
-                    host_slots=plan.host_slots,
-                    page_seeds=plan.page_seeds,
-                    digests=self._host.digests[:, span.index],
-                )
-            )
-        return moves
-
-    def _run(self, moves: list[SpanMove], plan: TransferPlan) -> NDArray[np.bool_]:
-        good = np.ones(plan.num_pages, dtype=np.bool_)
-        if not plan.num_pages:
-            return good
-
-        def move(one: SpanMove) -> NDArray[np.bool_]:
-            return self._move_span(one, plan.direction, verify=self._verify)
-
-        workers = min(self._num_threads, len(moves), plan.num_bytes // _BYTES_WORTH_A_THREAD)
-        if workers <= 1:
-            for one in moves:
-                good &= move(one)
-            return good
-        with ThreadPoolExecutor(workers, thread_name_prefix="kvferry-copy") as threads:
-            for found in threads.map(move, moves):
-                good &= found
-        return good
 
 
 def _check_range(what: str, indices: NDArray[np.int64], limit: int, of: str) -> None:

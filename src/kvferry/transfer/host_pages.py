@@ -9,9 +9,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvferry.geometry import Geometry, PoolView
+    from kvferry.kernels.jit import Context
     from kvferry.types import SlotKind
 
-__all__ = ["HostPages"]
+__all__ = ["HostPages", "PinnedAddresses"]
+
+
+class PinnedAddresses(Protocol):
+    """Pinned host memory as a GPU sees it."""
+
+    def device_address(self, host_address: int, num_bytes: int = 1) -> int:
+        """What the GPU calls `host_address`, good for `num_bytes` from there on."""
 
 
 class HostPages(Protocol):
@@ -36,6 +44,9 @@ class HostPages(Protocol):
     @property
     def digests(self) -> NDArray[np.uint64]:
         """Shape: ``[num_slots, spans]``. Written by stores, read by loads, 0 where none."""
+
+    def pin_for(self, context: Context) -> PinnedAddresses:
+        """Pin slots and digests for the GPU of `context`, once; see `HostPool.pin`."""
 
     def acquire(self) -> None:
         """Keep the pool from being closed; raises PoolClosedError if it is already."""

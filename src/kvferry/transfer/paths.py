@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvferry.env import disabled_paths
-from kvferry.errors import ConfigError
-from kvferry.kernels import native_library
+from kvferry.errors import ConfigError, DriverTooOldError, MissingDependencyError, NoDeviceError
+from kvferry.kernels import CopyPath, native_library
+from kvferry.kernels.jit import process_loader
 from kvferry.transfer.native_mover import move_span_native
 from kvferry.transfer.numpy_mover import move_span_numpy
 
@@ -17,7 +18,14 @@ if TYPE_CHECKING:
     from kvferry.transfer.span_move import SpanMove
     from kvferry.types import Direction
 
-__all__ = ["CpuPath", "MoveSpan", "available_cpu_paths", "choose_cpu_path"]
+__all__ = [
+    "CpuPath",
+    "MoveSpan",
+    "available_cpu_paths",
+    "available_gpu_paths",
+    "choose_cpu_path",
+    "disabled_gpu_paths",
+]
 
 
 class MoveSpan(Protocol):
@@ -42,13 +50,29 @@ class CpuPath(NamedTuple):
 _COMPILED = CpuPath("cpu", move_span_native)
 _PORTABLE = CpuPath("cpu_numpy", move_span_numpy)
 _NAMES = frozenset({_COMPILED.name, _PORTABLE.name})
+_ALL_NAMES = _NAMES | {path.value for path in CopyPath}
 
 
 def available_cpu_paths() -> tuple[CpuPath, ...]:
     """The paths that work here and are not switched off, best first."""
-    off = disabled_paths(_NAMES)
+    off = disabled_paths(_ALL_NAMES)
     built = (_COMPILED, _PORTABLE) if native_library() is not None else (_PORTABLE,)
     return tuple(path for path in built if path.name not in off)
+
+
+def available_gpu_paths() -> tuple[CopyPath, ...]:
+    """The paths for GPU pools that are not switched off; none where no GPU can be used."""
+    try:
+        usable = process_loader().driver.num_devices > 0
+    except (MissingDependencyError, NoDeviceError, DriverTooOldError):
+        usable = False
+    off = disabled_gpu_paths()
+    return tuple(path for path in CopyPath if usable and path not in off)
+
+
+def disabled_gpu_paths() -> frozenset[CopyPath]:
+    """The GPU paths that are switched off."""
+    return frozenset(CopyPath(name) for name in disabled_paths(_ALL_NAMES) - _NAMES)
 
 
 def choose_cpu_path(name: str | None = None) -> CpuPath:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -49,10 +50,23 @@ class TransferPlan:
     page_seeds: NDArray[np.uint64]
     """Shape: ``[N]``. The seed of each page's digests; 0 where no key was given."""
 
+    _device_runs: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)
+
     @property
     def num_pages(self) -> int:
         """N."""
         return int(self.host_slots.shape[0])
+
+    def device_run(self, plane: str) -> int:
+        """How many rows of `plane` surely lie side by side on the device, and begin on a multiple.
+
+        With g the result, rows ``i·g`` to ``(i + 1)·g - 1`` of each page are consecutive device
+        rows, and the first of them is a multiple of g. Costs a pass over the rows when first asked.
+        """
+        found = self._device_runs.get(plane)
+        if found is None:
+            found = self._device_runs[plane] = _run_of(self.device_rows[plane])
+        return found
 
     @property
     def num_bytes(self) -> int:
@@ -192,6 +206,15 @@ def _indices(what: str, given: Any) -> NDArray[np.int64]:
     indices = np.array(array, dtype=np.int64, order="C")
     indices.setflags(write=False)
     return indices
+
+
+def _run_of(rows: NDArray[np.int64]) -> int:
+    run = rows.shape[1]
+    breaks = np.flatnonzero(np.diff(rows.ravel()) != 1) + 1
+    if breaks.size:
+        run = math.gcd(run, int(np.gcd.reduce(breaks)))
+    starts = rows[:, ::run]
+    return math.gcd(run, int(np.gcd.reduce(starts.ravel()))) if starts.size else run
 
 
 def _member(kind: type[_Member], what: str, given: Any) -> _Member:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvferry.kernels.copy_config import CopyPath
+from kvferry.kernels import CopyPath, page_work, pages_per_launch
 from kvferry.kernels.jit import Context, DeviceBuffer
 
 if TYPE_CHECKING:
-    from kvferry.kernels.copy_config import GroupedConfig
-    from kvferry.kernels.transfer_args import SpanArgs
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["Carried", "Launch", "SpanTable"]
+    from kvferry.kernels import GroupedConfig, SpanArgs
+
+__all__ = ["Carried", "Launch", "SpanTable", "layer_groups"]
 
 
 class Carried(NamedTuple):
@@ -25,24 +26,26 @@ class Carried(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Neighbouring spans of one layer that one kernel carries."""
+    """Neighbouring spans that one kernel carries."""
 
     path: CopyPath
     grouped: GroupedConfig | None
     first: int
-    count: int
-    largest_span_bytes: int
-    ends_layer: int | None
-    """The model layer that is complete after this launch."""
+    num_spans: int
+    ends_layers: tuple[int, ...]
+    """The model layers that are complete after this launch."""
+
+    page_work: int
+    """`page_work` of each span, where all have the same; else 0."""
 
 
 class SpanTable:
     """Spans in the order they move, in device memory, with their launches."""
 
-    def __init__(self, context: Context, carried: list[Carried]) -> None:
-        ordered = sorted(carried, key=lambda one: (one.model_layer, one.path.value))
-        self.launches = _launches(ordered)
+    def __init__(self, context: Context, carried: Sequence[Carried]) -> None:
+        ordered, self.launches = _in_groups(carried)
         self.num_spans = len(ordered)
+        self.max_pages = pages_per_launch([one.args for one in ordered])
         self.paths = tuple(dict.fromkeys(one.path for one in ordered))
         array = (type(ordered[0].args) * len(ordered))(*(one.args for one in ordered))
         self._buffer = DeviceBuffer(context, ctypes.sizeof(array))
@@ -61,23 +64,30 @@ class SpanTable:
         self._buffer.close()
 
 
-def _launches(ordered: list[Carried]) -> tuple[Launch, ...]:
+def layer_groups(layers: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Groups of 1, 1, 2, 4, 8 … `layers`: the first are ready early, the rest in few launches."""
+    first, size = 0, 1
+    while first < len(layers):
+        yield layers[first : first + size]
+        first += size
+        size = max(1, first)
+
+
+def _in_groups(carried: Sequence[Carried]) -> tuple[list[Carried], tuple[Launch, ...]]:
+    layers = sorted({one.model_layer for one in carried})
+    ordered: list[Carried] = []
     launches: list[Launch] = []
-    first = 0
-    for index, one in enumerate(ordered):
-        after = ordered[index + 1] if index + 1 < len(ordered) else None
-        same_layer = after is not None and after.model_layer == one.model_layer
-        if after is not None and same_layer and (after.path, after.grouped) == one[1:3]:
-            continue
-        launches.append(
-            Launch(
-                path=one.path,
-                grouped=one.grouped,
-                first=first,
-                count=index + 1 - first,
-                largest_span_bytes=max(int(o.args.num_bytes) for o in ordered[first : index + 1]),
-                ends_layer=None if same_layer else one.model_layer,
-            )
-        )
-        first = index + 1
-    return tuple(launches)
+    for group in layer_groups(layers):
+        members = [one for one in carried if one.model_layer in group]
+        kinds = dict.fromkeys((one.path, one.grouped) for one in members)
+        for kind in kinds:
+            same = [one for one in members if (one.path, one.grouped) == kind]
+            launches.append(Launch(*kind, len(ordered), len(same), (), _shared_work(same)))
+            ordered += same
+        launches[-1] = launches[-1]._replace(ends_layers=tuple(group))
+    return ordered, tuple(launches)
+
+
+def _shared_work(carried: Sequence[Carried]) -> int:
+    found = {page_work(one.path, one.args) for one in carried}
+    return found.pop() if len(found) == 1 else 0

@@ -52,7 +52,8 @@ KVFERRY_HD __forceinline__ void finish_page(const Transfer &transfer, uint32_t s
       *bad = 1;
     }
   } else {
-    *kept = *bad != 0 ? 0 : found;  // 0: no digest; a page that is not whole must not be vouched for
+    // 0 is no digest: a page that is not whole must not be vouched for.
+    *kept = *bad != 0 ? 0 : found;
   }
 }
 

@@ -1,5 +1,5 @@
-// flat: spans as runs of wide packages, whatever the element size. A warp takes kFlatDepth rows of
-// 32 neighbouring packages, so that it asks for whole lines and stays in one page nearly always.
+// flat: spans as runs of wide packages, whatever the element size. A warp takes kFlatDepth lines of
+// 32 neighbouring packages, so it stays in one page nearly always.
 #pragma once
 
 #include "digest.cuh"
@@ -13,7 +13,6 @@ namespace kvferry {
 #endif
 constexpr uint32_t kFlatDepth = KVFERRY_FLAT_DEPTH;
 constexpr uint32_t kWarp = 32;
-constexpr uint32_t kFlatChunk = kFlatDepth * kWarp;
 
 KVFERRY_HD __forceinline__ uint64_t weigh_package(const Package16 &p, uint32_t offset) {
   return weigh_word(join_word(p.words[0], p.words[1]), offset / 8) +
@@ -35,78 +34,111 @@ struct LaneSum {
   uint32_t page;
 };
 
-// One lane's packages of one chunk. Sums of pages other than the returned one are already added.
+// One lane's package of one line; `target` is 0 where it has none.
+struct FlatUnit {
+  uint64_t source;
+  uint64_t target;
+  uint32_t page;
+  uint32_t offset;
+};
+
+// Lines are 32 neighbouring packages, numbered through a page, and begin where the host has 128
+// aligned bytes: so no two warps share what the link carries at once. A host run that begins
+// elsewhere has a shorter first line.
+KVFERRY_HD __forceinline__ FlatUnit flat_unit(const Transfer &transfer, const Span &span,
+                                              uint32_t line, uint32_t lane, uint32_t package) {
+  FlatUnit unit = {0, 0, 0, 0};
+  if (line >= span.page_lines.divisor * transfer.num_pages) {
+    return unit;
+  }
+  unit.page = divide(line, span.page_lines);
+  const uint32_t in_page = line - unit.page * span.page_lines.divisor;
+  const uint32_t run = divide(in_page, span.run_lines);
+  const uint32_t in_run = in_page - run * span.run_lines.divisor;
+  const uint32_t run_bytes = static_cast<uint32_t>(span.host.run_bytes);
+  const uint32_t begin = run * run_bytes;
+  const uint32_t host_row = divide(begin, span.element);
+  const uint64_t host_run =
+      address_of(span.host, host_slot(transfer, unit.page) * span.rows_per_page + host_row,
+                 begin - host_row * span.element.divisor);
+  const uint32_t skew = static_cast<uint32_t>(host_run) & span.line_mask;
+  const uint32_t at = (in_run * kWarp + lane) * package;
+  if (at < skew || at - skew >= run_bytes) {
+    return unit;
+  }
+  unit.offset = begin + at - skew;
+  const uint32_t row = divide(unit.offset, span.element);
+  const int64_t device_at = device_row(transfer, span, unit.page, row);
+  if (static_cast<uint64_t>(device_at) >= static_cast<uint64_t>(span.device.num_rows)) {
+    note_fault(transfer, span, unit.page, row);
+    return unit;
+  }
+  const uint64_t host = host_run + (at - skew);
+  const uint64_t device =
+      address_of(span.device, device_at, unit.offset - row * span.element.divisor);
+  unit.source = transfer.is_load != 0 ? host : device;
+  unit.target = transfer.is_load != 0 ? device : host;
+  return unit;
+}
+
+// One lane's packages of one chunk of lines. Sums of pages other than the returned one are already
+// added.
 template <typename Package>
 KVFERRY_HD __forceinline__ LaneSum flat_lane(const Transfer &transfer, uint32_t span_index,
                                              const Span &span, uint32_t chunk, uint32_t lane) {
-  const uint32_t units = span.page_units.divisor;
-  const uint32_t num_units = units * transfer.num_pages;
   Package packages[kFlatDepth];
-  uint64_t targets[kFlatDepth];
-  uint32_t pages[kFlatDepth];
-  uint32_t offsets[kFlatDepth];
+  FlatUnit units[kFlatDepth];
 #pragma unroll
   for (uint32_t i = 0; i < kFlatDepth; ++i) {
-    const uint32_t unit = chunk * kFlatChunk + i * kWarp + lane;
-    targets[i] = 0;
-    if (unit < num_units) {
-      const uint32_t page = divide(unit, span.page_units);
-      const uint32_t offset = (unit - page * units) * static_cast<uint32_t>(sizeof(Package));
-      const Place place = place_of(transfer, span, page, offset);
-      pages[i] = page;
-      offsets[i] = offset;
-      if (place.in_range) {
-        load_once(packages[i], transfer.is_load != 0 ? place.host : place.device);
-        targets[i] = transfer.is_load != 0 ? place.device : place.host;
-      } else {
-        note_fault(transfer, span, page, place.row);
-      }
+    units[i] = flat_unit(transfer, span, chunk * kFlatDepth + i, lane,
+                         static_cast<uint32_t>(sizeof(Package)));
+    if (units[i].target != 0) {
+      load_once(packages[i], units[i].source);
     }
   }
-  LaneSum lane_sum = {0, 0};
+  LaneSum lane_sum = {0, units[0].page};
 #pragma unroll
   for (uint32_t i = 0; i < kFlatDepth; ++i) {
-    if (targets[i] == 0) {
+    if (units[i].target == 0) {
       continue;
     }
-    store_once(targets[i], packages[i]);
+    store_once(units[i].target, packages[i]);
     if (transfer.verify == 0) {
       continue;
     }
-    if (lane_sum.page != pages[i]) {
+    if (lane_sum.page != units[i].page) {
       if (lane_sum.sum != 0) {
         atomic_add(sum_address(transfer, span_index, lane_sum.page), lane_sum.sum);
       }
-      lane_sum = {0, pages[i]};
+      lane_sum = {0, units[i].page};
     }
-    lane_sum.sum += weigh_package(packages[i], offsets[i]);
+    lane_sum.sum += weigh_package(packages[i], units[i].offset);
   }
   return lane_sum;
 }
 
+KVFERRY_HD __forceinline__ uint32_t flat_chunks(const Transfer &transfer, const Span &span) {
+  return (span.page_lines.divisor * transfer.num_pages + kFlatDepth - 1) / kFlatDepth;
+}
+
 #if defined(__CUDACC__)
 
-template <typename Package>
-__device__ __forceinline__ void flat_span(const Transfer &transfer, uint32_t span_index,
-                                          const Span &span) {
-  const uint32_t lane = threadIdx.x % kWarp;
-  const uint32_t warp = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
-  const uint32_t num_warps = gridDim.x * blockDim.x / kWarp;
-  const uint32_t num_units = span.page_units.divisor * transfer.num_pages;
-  const uint32_t num_chunks = (num_units + kFlatChunk - 1) / kFlatChunk;
-  for (uint32_t chunk = warp; chunk < num_chunks; chunk += num_warps) {
-    const LaneSum lane_sum = flat_lane<Package>(transfer, span_index, span, chunk, lane);
-    if (transfer.verify == 0) {
-      continue;
+__device__ __forceinline__ void flat_chunk(const Transfer &transfer, uint32_t span_index,
+                                           uint32_t chunk, uint32_t lane) {
+  const Span &span = span_of(transfer, span_index);
+  const LaneSum lane_sum = span.flat_package == 16
+                               ? flat_lane<Package16>(transfer, span_index, span, chunk, lane)
+                               : flat_lane<Package8>(transfer, span_index, span, chunk, lane);
+  if (transfer.verify == 0) {
+    return;
+  }
+  if (warp_agrees(lane_sum.page)) {
+    const uint64_t sum = warp_sum(lane_sum.sum);
+    if (lane == 0 && sum != 0) {
+      atomic_add(sum_address(transfer, span_index, lane_sum.page), sum);
     }
-    if (warp_agrees(lane_sum.page)) {
-      const uint64_t sum = warp_sum(lane_sum.sum);
-      if (lane == 0 && sum != 0) {
-        atomic_add(sum_address(transfer, span_index, lane_sum.page), sum);
-      }
-    } else if (lane_sum.sum != 0) {
-      atomic_add(sum_address(transfer, span_index, lane_sum.page), lane_sum.sum);
-    }
+  } else if (lane_sum.sum != 0) {
+    atomic_add(sum_address(transfer, span_index, lane_sum.page), lane_sum.sum);
   }
 }
 

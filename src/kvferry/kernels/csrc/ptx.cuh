@@ -58,9 +58,7 @@ __device__ __forceinline__ void atomic_min(uint64_t address, uint64_t value) {
 }
 
 // The high half of a 32 by 32 bit product.
-__device__ __forceinline__ uint32_t multiply_high(uint32_t a, uint32_t b) {
-  return __umulhi(a, b);
-}
+__device__ __forceinline__ uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 
 // Bits [shift, shift + 32) of high:low.
 __device__ __forceinline__ uint32_t funnel(uint32_t low, uint32_t high, uint32_t shift) {
@@ -79,9 +77,7 @@ __device__ __forceinline__ bool warp_agrees(uint32_t value) {
   return __all_sync(0xFFFFFFFFu, value == __shfl_sync(0xFFFFFFFFu, value, 0)) != 0;
 }
 
-__device__ __forceinline__ bool warp_all(bool holds) {
-  return __all_sync(0xFFFFFFFFu, holds) != 0;
-}
+__device__ __forceinline__ bool warp_all(bool holds) { return __all_sync(0xFFFFFFFFu, holds) != 0; }
 
 __device__ __forceinline__ void warp_barrier() { __syncwarp(); }
 

@@ -11,7 +11,10 @@
 
 namespace kvferry {
 
-constexpr uint32_t kTileBytes = 2048;
+#if !defined(KVFERRY_TILE_BYTES)
+#define KVFERRY_TILE_BYTES 2048
+#endif
+constexpr uint32_t kTileBytes = KVFERRY_TILE_BYTES;
 constexpr uint32_t kGranule = 16;
 // Room to put the tile so that its granules align with those of one side, and for the word that a
 // funnel reads past the end.
@@ -258,8 +261,8 @@ KVFERRY_HD __forceinline__ uint64_t weigh_tile(const Tile &tile, const unsigned 
   return sum;
 }
 
-// Phase 3 of a store whose tile lacks device rows: byte by byte, so that what has no source stays as
-// it is, whatever the host's granules hold of it.
+// A store's tile that lacks device rows: byte by byte, so that what has no source stays as it is,
+// whatever the host's granules hold of it. Else they would get what the room held before.
 KVFERRY_HD __forceinline__ void write_torn_tile(const Transfer &transfer, const Span &span,
                                                 const Tile &tile, const unsigned char *room,
                                                 uint32_t lane) {
@@ -271,10 +274,15 @@ KVFERRY_HD __forceinline__ void write_torn_tile(const Transfer &transfer, const 
   }
 }
 
-// Phase 3: out of the room into the destination side's granules.
+// Phase 3: out of the room into the destination side's granules. `whole`: what phase 1 said, of all
+// lanes.
 KVFERRY_HD __forceinline__ void write_tile(const Transfer &transfer, const Span &span,
-                                           const Tile &tile, bool to_host,
+                                           const Tile &tile, bool to_host, bool whole,
                                            const unsigned char *room, uint32_t lane) {
+  if (!whole && to_host) {
+    write_torn_tile(transfer, span, tile, room, lane);
+    return;
+  }
   const View &view = side_of(span, to_host);
   const uint32_t count = runs_in(tile, view) * granules_of(view);
   for (uint32_t number = lane; number < count; number += kLanes) {
@@ -295,34 +303,27 @@ KVFERRY_HD __forceinline__ void write_tile(const Transfer &transfer, const Span 
 
 #if defined(__CUDACC__)
 
-__device__ __forceinline__ void realign_span(const Transfer &transfer, uint32_t span_index,
-                                             const Span &span, unsigned char *room,
+// `number` counts the tiles of all pages of a span.
+__device__ __forceinline__ void realign_tile(const Transfer &transfer, uint32_t span_index,
+                                             uint32_t number, unsigned char *room, uint32_t lane,
                                              bool digest_only) {
-  const uint32_t lane = threadIdx.x % kLanes;
-  const uint32_t warp = (blockIdx.x * blockDim.x + threadIdx.x) / kLanes;
-  const uint32_t num_warps = gridDim.x * blockDim.x / kLanes;
+  const Span &span = span_of(transfer, span_index);
   const uint32_t per_page = tiles_of(span);
-  const uint64_t num_tiles = static_cast<uint64_t>(per_page) * transfer.num_pages;
+  const uint32_t page = number / per_page;
   const bool from_host = transfer.is_load != 0 && !digest_only;
-  for (uint64_t number = warp; number < num_tiles; number += num_warps) {
-    const uint32_t page = static_cast<uint32_t>(number / per_page);
-    const Tile tile = make_tile(transfer, span, span_index, page,
-                                static_cast<uint32_t>(number - uint64_t{page} * per_page));
-    const bool whole = warp_all(read_tile(transfer, span, tile, from_host, room, lane));
-    warp_barrier();
-    if (!digest_only && (whole || from_host)) {
-      write_tile(transfer, span, tile, !from_host, room, lane);
-    } else if (!digest_only) {
-      write_torn_tile(transfer, span, tile, room, lane);
-    }
-    if (transfer.verify != 0) {
-      const uint64_t sum = warp_sum(weigh_tile(tile, room, lane));
-      if (lane == 0) {
-        atomic_add(sum_address(transfer, span_index, page), sum);
-      }
-    }
-    warp_barrier();
+  const Tile tile = make_tile(transfer, span, span_index, page, number - page * per_page);
+  const bool whole = warp_all(read_tile(transfer, span, tile, from_host, room, lane));
+  warp_barrier();
+  if (!digest_only) {
+    write_tile(transfer, span, tile, !from_host, whole, room, lane);
   }
+  if (transfer.verify != 0) {
+    const uint64_t sum = warp_sum(weigh_tile(tile, room, lane));
+    if (lane == 0) {
+      atomic_add(sum_address(transfer, span_index, page), sum);
+    }
+  }
+  warp_barrier();
 }
 
 #endif

@@ -1,8 +1,8 @@
 // The kernels of the direct mover. Each takes one Transfer by value and goes over its spans; grids
 // of any size work, so the number of blocks is a quota and nothing else.
 //
-// Compiling takes time: KVFERRY_KERNEL_FLAT, _REALIGN, _GROUPED and _FINISH choose kernels, and with
-// none of them all are compiled.
+// Compiling takes time: KVFERRY_KERNEL_FLAT, _REALIGN, _GROUPED and _FINISH choose kernels, and
+// with none of them all are compiled.
 #if !defined(KVFERRY_KERNEL_FLAT) && !defined(KVFERRY_KERNEL_REALIGN) && \
     !defined(KVFERRY_KERNEL_GROUPED) && !defined(KVFERRY_KERNEL_FINISH)
 #define KVFERRY_KERNEL_FLAT
@@ -28,14 +28,12 @@ constexpr int kFinishThreads = 256;
 #if defined(KVFERRY_KERNEL_FLAT)
 extern "C" __global__ void __launch_bounds__(kFlatThreads, 1)
     kvferry_flat(const __grid_constant__ kvferry::Transfer transfer) {
-  for (uint32_t i = 0; i < transfer.num_spans; ++i) {
-    const kvferry::Span &span = kvferry::span_of(transfer, i);
-    if (span.flat_package == 16) {
-      kvferry::flat_span<kvferry::Package16>(transfer, i, span);
-    } else {
-      kvferry::flat_span<kvferry::Package8>(transfer, i, span);
-    }
-  }
+  using namespace kvferry;
+  const uint32_t lane = threadIdx.x % kWarp;
+  share_out(
+      transfer, (blockIdx.x * blockDim.x + threadIdx.x) / kWarp, gridDim.x * blockDim.x / kWarp,
+      [&](const Span &span) { return flat_chunks(transfer, span); },
+      [&](uint32_t span, uint32_t chunk) { flat_chunk(transfer, span, chunk, lane); });
 }
 #endif
 
@@ -43,11 +41,16 @@ extern "C" __global__ void __launch_bounds__(kFlatThreads, 1)
 // Shared memory: kTileRoom bytes a warp.
 extern "C" __global__ void __launch_bounds__(kRealignThreads, 1)
     kvferry_realign(const __grid_constant__ kvferry::Transfer transfer, uint32_t digest_only) {
+  using namespace kvferry;
   extern __shared__ __align__(16) unsigned char rooms[];
-  unsigned char *room = rooms + threadIdx.x / kvferry::kLanes * kvferry::kTileRoom;
-  for (uint32_t i = 0; i < transfer.num_spans; ++i) {
-    kvferry::realign_span(transfer, i, kvferry::span_of(transfer, i), room, digest_only != 0);
-  }
+  unsigned char *room = rooms + threadIdx.x / kLanes * kTileRoom;
+  const uint32_t lane = threadIdx.x % kLanes;
+  share_out(
+      transfer, (blockIdx.x * blockDim.x + threadIdx.x) / kLanes, gridDim.x * blockDim.x / kLanes,
+      [&](const Span &span) { return tiles_of(span) * transfer.num_pages; },
+      [&](uint32_t span, uint32_t number) {
+        realign_tile(transfer, span, number, room, lane, digest_only != 0);
+      });
 }
 #endif
 
@@ -56,20 +59,21 @@ extern "C" __global__ void __launch_bounds__(kRealignThreads, 1)
 extern "C" __global__ void __launch_bounds__(kGroupedThreads, 1)
     kvferry_grouped(const __grid_constant__ kvferry::Transfer transfer, uint32_t threads,
                     uint32_t package, uint32_t per_thread) {
-  for (uint32_t i = 0; i < transfer.num_spans; ++i) {
-    const kvferry::Span &span = kvferry::span_of(transfer, i);
-    switch (package) {
-      case 16:
-        kvferry::grouped_span<kvferry::Package16>(transfer, span, threads, per_thread);
-        break;
-      case 8:
-        kvferry::grouped_span<kvferry::Package8>(transfer, span, threads, per_thread);
-        break;
-      default:
-        kvferry::grouped_span<kvferry::Package4>(transfer, span, threads, per_thread);
-        break;
-    }
-  }
+  using namespace kvferry;
+  const uint32_t thread = threadIdx.x % threads;
+  share_out(
+      transfer, (blockIdx.x * blockDim.x + threadIdx.x) / threads, gridDim.x * blockDim.x / threads,
+      [&](const Span &span) { return span.rows_per_page * transfer.num_pages; },
+      [&](uint32_t index, uint32_t number) {
+        const Span &span = span_of(transfer, index);
+        if (package == 16) {
+          grouped_element<Package16>(transfer, span, number, thread, threads, per_thread);
+        } else if (package == 8) {
+          grouped_element<Package8>(transfer, span, number, thread, threads, per_thread);
+        } else {
+          grouped_element<Package4>(transfer, span, number, thread, threads, per_thread);
+        }
+      });
 }
 #endif
 

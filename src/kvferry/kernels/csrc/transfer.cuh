@@ -47,10 +47,12 @@ struct Span {
   uint64_t where;         // the span's share of the seed
   int64_t num_bytes;
   FastDivisor element;     // by the element size
-  FastDivisor page_units;  // by the flat packages of a span
+  FastDivisor page_lines;  // by the flat lines of a page's span
+  FastDivisor run_lines;   // by those of one run on the host
   uint32_t rows_per_page;
   uint32_t rows_table;    // which of Transfer::rows has its device rows
   uint32_t flat_package;  // 16 or 8; 0 where flat cannot carry it
+  uint32_t line_mask;     // 127 where runs on the host begin anywhere; 0 where on 128 bytes
   uint32_t unused;
 };
 
@@ -71,6 +73,8 @@ struct Transfer {
   uint32_t index_bytes;  // 4 or 8
   uint32_t is_load;
   uint32_t verify;
+  uint32_t items_per_span;  // work of each span, where all have the same; else 0
+  uint32_t unused;
 };
 
 // Which device row was out of range: ordered so that the lowest is the first of the plan.
@@ -141,6 +145,34 @@ KVFERRY_HD __forceinline__ uint64_t sum_address(const Transfer &transfer, uint32
                                                 uint32_t page) {
   const uint64_t row = transfer.first_span + span;
   return transfer.sums + (row * transfer.num_pages + page) * 8;
+}
+
+// Shares out the work of a launch: items are numbered through over all of its spans and dealt to
+// `workers` in turn, so that small spans keep all of them busy. `count` gives a span's items. There
+// is one call of `body`, for each is compiled into the kernel in full.
+template <typename Count, typename Body>
+KVFERRY_HD __forceinline__ void share_out(const Transfer &transfer, uint32_t worker,
+                                          uint32_t workers, Count count, Body body) {
+  uint32_t span = 0;
+  for (uint32_t item = worker;; item += workers) {
+    if (transfer.items_per_span != 0) {
+      const uint32_t passed = item / transfer.items_per_span;
+      span += passed;
+      item -= passed * transfer.items_per_span;
+    } else {
+      for (; span < transfer.num_spans; ++span) {
+        const uint32_t items = count(span_of(transfer, span));
+        if (item < items) {
+          break;
+        }
+        item -= items;
+      }
+    }
+    if (span >= transfer.num_spans) {
+      return;
+    }
+    body(span, item);
+  }
 }
 
 }  // namespace kvferry

@@ -3,7 +3,7 @@
 Importing this loads neither the compiler nor the driver, and reads nothing.
 """
 
-from kvferry.kernels.jit.build import Cubin, CubinOrigin, KernelLoader, cubin_for
+from kvferry.kernels.jit.build import Cubin, CubinOrigin, KernelLoader, cubin_for, process_loader
 from kvferry.kernels.jit.compiler import (
     OPTIONS,
     Compiler,
@@ -18,6 +18,7 @@ from kvferry.kernels.jit.cubin_cache import CacheCounts, CubinCache
 from kvferry.kernels.jit.driver import Context, Driver, Function, Module, driver_version
 from kvferry.kernels.jit.kernel_source import Header, KernelSource, cubin_key
 from kvferry.kernels.jit.launch import MAX_SHARED_BYTES, PreparedLaunch
+from kvferry.kernels.jit.queue import DeviceBuffer, Event, PinnedBuffer, Stream
 
 __all__ = [
     "MAX_SHARED_BYTES",
@@ -29,14 +30,18 @@ __all__ = [
     "Cubin",
     "CubinCache",
     "CubinOrigin",
+    "DeviceBuffer",
     "Driver",
+    "Event",
     "Function",
     "Header",
     "KernelLoader",
     "KernelResources",
     "KernelSource",
     "Module",
+    "PinnedBuffer",
     "PreparedLaunch",
+    "Stream",
     "architecture",
     "compile_cubin",
     "compile_report",
@@ -44,4 +49,5 @@ __all__ = [
     "cubin_key",
     "driver_version",
     "installed_compiler",
+    "process_loader",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from typing import NamedTuple
 
 from kvferry.kernels.jit.compiler import OPTIONS, architecture, compile_cubin, installed_compiler
@@ -10,7 +11,7 @@ from kvferry.kernels.jit.cubin_cache import CubinCache
 from kvferry.kernels.jit.driver import Driver, Module
 from kvferry.kernels.jit.kernel_source import KernelSource, cubin_key
 
-__all__ = ["Cubin", "CubinOrigin", "KernelLoader", "cubin_for"]
+__all__ = ["Cubin", "CubinOrigin", "KernelLoader", "cubin_for", "process_loader"]
 
 
 class CubinOrigin(enum.StrEnum):
@@ -84,3 +85,14 @@ class KernelLoader:
         """Unload every module. No kernel of them may be running or be launched again."""
         while self._modules:
             self._modules.popitem()[1].unload()
+
+
+@functools.cache
+def process_loader() -> KernelLoader:
+    """The loader of this process, over its driver and the cache that the environment names.
+
+    Raises:
+        ConfigError: KVFERRY_CACHE_DIR is no absolute path.
+        MissingDependencyError, NoDeviceError, DriverTooOldError: as `Driver.open`.
+    """
+    return KernelLoader(Driver.open(), CubinCache.from_environment())
