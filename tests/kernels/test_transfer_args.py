@@ -217,7 +217,7 @@ def _random_view(
     draws: random.Random, element_size: int, num_rows: int, block_rows: int
 ) -> LayerView:
     """Dense, padded, blocked or permuted, on a random alignment."""
-    unit = draws.choice([1, 2, 4, 8, 16])
+    unit = draws.choice([1, 2, 4, 8, 16, 128])
 
     def gap() -> int:
         return draws.choice([0, 0, unit, 3 * unit])
@@ -233,7 +233,7 @@ def _random_view(
         row_stride = pieces * piece_stride + gap()
         covered = block_rows * row_stride
     return LayerView(
-        address=draws.randrange(256, 512) * 16 + gap(),
+        address=draws.randrange(256, 512) * max(unit, 16) + gap(),
         num_rows=num_rows,
         row_stride=row_stride,
         block_rows=block_rows,
@@ -252,7 +252,7 @@ def _byte_address(view: LayerView, row: int, byte: int) -> int:
 def _cases(count: int) -> Iterator[tuple[random.Random, int, int, int, LayerView, LayerView]]:
     for seed in range(count):
         draws = random.Random(seed)
-        size = draws.choice([1, 2, 3, 7, 16, 24, 66, 100, 132, 160, 584, 656])
+        size = draws.choice([1, 2, 3, 7, 16, 24, 66, 100, 128, 132, 160, 512, 584, 656])
         rows, run_rows = draws.choice([1, 3, 4, 6, 8]), draws.choice([1, 2, 3, 4, 8, 16])
         block = draws.choice([1, 2, 4, 8, 48])
         device = _random_view(draws, size, 48, block)
@@ -301,6 +301,26 @@ def test_resolver_and_arguments_agree() -> None:
         assert args.flat_package == (runs.package if decision.flat.eligible else 0)
         seen.add(args.flat_package)
     assert seen == {0, 8, 16}
+
+
+def test_lines_reach_the_end_of_every_run() -> None:
+    """Flat's lines begin on 128 bytes of the host and hold a run wherever it begins."""
+    seen = set()
+    for _, rows, run_rows, size, device, host in _cases(1500):
+        args = _span_args(_span(size, rows), device, host, run_rows=run_rows)
+        if not args.flat_package:
+            continue
+        run_bytes, lines = args.host.run_bytes, args.run_lines.divisor
+        runs = size * rows // run_bytes
+        assert args.page_lines.divisor == runs * lines
+        for slot in range(4):
+            for run in range(runs):
+                row, byte = divmod(run * run_bytes, size)
+                begin = _byte_address(host, slot * rows + row, byte)
+                assert args.line_mask == 127 or begin % 128 == 0
+                assert begin % 128 + run_bytes <= lines * 32 * args.flat_package
+        seen.add((args.line_mask, lines > 1, args.flat_package))
+    assert len(seen) >= 6
 
 
 # --------------------------------------------------------------------------------------- spans

@@ -310,25 +310,27 @@ def _run_bytes(view: LayerView, rows: int) -> int:
 
 
 def _run_alignment(view: LayerView, rows: int) -> int:
-    """What divides every run's length and address; runs begin at multiples of `rows`."""
-    distances = [_run_bytes(view, rows)]
+    """What divides the address of every run of `rows` rows, and its length."""
+    run_bytes = _run_bytes(view, rows)
+    return alignment_of(view.address, run_bytes, *_run_distances(view, run_bytes))
+
+
+def _run_distances(view: LayerView, run_bytes: int) -> tuple[int, ...]:
+    """Every run begins a sum of multiples of these from the view's address."""
     if not view.rows_are_contiguous:
-        distances.append(view.row_stride if view.block_rows > 1 else 0)
-        distances.append(view.piece_stride if view.num_pieces > 1 else 0)
-    if _blocks_are_apart(view) or not view.rows_are_contiguous:
-        distances.append(view.block_stride if view.num_blocks > 1 else 0)
-    return alignment_of(view.address, *distances)
+        return (
+            view.piece_stride if view.num_pieces > 1 else 0,
+            view.row_stride if view.block_rows > 1 else 0,
+            view.block_stride if view.num_blocks > 1 else 0,
+        )
+    if not _blocks_are_apart(view):
+        return (run_bytes if run_bytes < view.num_rows * view.row_stride else 0,)
+    return (run_bytes if run_bytes < view.block_rows * view.row_stride else 0, view.block_stride)
 
 
 def _begins_on_lines(host: LayerView, run_bytes: int) -> bool:
     """Whether every run on the host begins on `_LINE_BYTES`."""
-    steps = [host.address]
-    if not host.rows_are_contiguous:
-        steps += [host.row_stride, host.piece_stride if host.num_pieces > 1 else 0]
-    elif run_bytes < host.block_rows * host.row_stride:
-        steps.append(run_bytes)
-    if host.num_blocks > 1:
-        steps.append(host.block_stride)
+    steps = (host.address, *_run_distances(host, run_bytes))
     return all(step % _LINE_BYTES == 0 for step in steps)
 
 
