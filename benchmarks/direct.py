@@ -3,9 +3,8 @@
     python3 benchmarks/direct.py --json benchmarks/results/direct.json
 
 M is the best plain pinned copy of 1 GiB a direction, in GB/s (10^9 bytes a second). A figure is the
-median of several transfers of random data, in GB/s of payload, between two events in the caller's
-stream, which is kept busy while the CPU submits: so it is the GPU's and the link's time, and that of
-the CPU has a row of its own. The bytes of a round trip are compared before anything is timed.
+median of several transfers of random data, in GB/s of payload, between events in the caller's
+stream, which is kept busy while the CPU submits: so it is the time of the GPU and the link. The bytes of a round trip are compared before anything is timed.
 Digests are on unless said. Baselines: `grouped`, and torch's gather on the device with one copy.
 """
 
@@ -19,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,8 +144,8 @@ def _measure(case: Case, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     torch.cuda.synchronize()
                     assert torch.equal(source, target), "bytes differ; no figure is worth printing"
                     assert loaded.verified_pages == num_pages, loaded.bad_pages
-                    d2h = _speed(lambda: writer.store(plans[0]), payload, args.repeats)
-                    h2d = _speed(lambda: reader.load(plans[1]), payload, args.repeats)
+                    d2h = _speed(partial(writer.store, plans[0]), payload, args.repeats)
+                    h2d = _speed(partial(reader.load, plans[1]), payload, args.repeats)
                     yield {**told, "what": stored.path, "blocks": blocks, "h2d": h2d, "d2h": d2h}
                 except PlanError as refused:
                     print(f"{case.element_size:>6} {path}: refused: {refused}", flush=True)
@@ -191,8 +191,8 @@ class _Closing:
 def _speed(submit: Callable[[], TransferHandle], payload: int, repeats: int) -> float:
     seconds = []
     for _ in range(repeats + 1):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_SLEEP_CYCLES)
+        begin, end = (_timed_event() for _ in range(2))
+        torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
         begin.record()
         handle = submit()
         handle.wait_all()
@@ -200,7 +200,7 @@ def _speed(submit: Callable[[], TransferHandle], payload: int, repeats: int) -> 
         handle.wait()
         end.synchronize()
         seconds.append(begin.elapsed_time(end) / 1e3)
-    return round(payload / statistics.median(seconds[1:]) / 1e9, 2)
+    return round(payload / float(statistics.median(seconds[1:])) / 1e9, 2)
 
 
 def _torch(
@@ -222,8 +222,8 @@ def _torch(
     for name, work in (("d2h", store), ("h2d", load)):
         seconds = []
         for _ in range(args.repeats + 1):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(_SLEEP_CYCLES)
+            begin, end = (_timed_event() for _ in range(2))
+            torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
             begin.record()
             work()
             end.record()
@@ -231,6 +231,10 @@ def _torch(
             seconds.append(begin.elapsed_time(end) / 1e3)
         found[name] = round(source.numel() / statistics.median(seconds[1:]) / 1e9, 2)
     return found
+
+
+def _timed_event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def measure_link(num_bytes: int = _GIB) -> dict[str, float]:
@@ -241,7 +245,7 @@ def measure_link(num_bytes: int = _GIB) -> dict[str, float]:
     for name, target, source in (("d2h", host, device), ("h2d", device, host)):
         best = float("inf")
         for _ in range(5):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = (_timed_event() for _ in range(2))
             begin.record()
             target.copy_(source, non_blocking=True)
             end.record()

@@ -252,7 +252,7 @@ def move_rows(plan: TransferPlan, device: PoolView, host: PoolView) -> None:
     for span in plan.spans:
         name = span.plane.name
         on_device, on_host = device.view(name, span.layer), host.view(name, span.layer)
-        rows = plan.device_rows[name].ravel()
+        rows = plan.rows_on_host(name).ravel()
         host_rows = (plan.host_slots[:, None] * span.rows + np.arange(span.rows)).ravel()
         if not rows.size:
             continue

@@ -11,7 +11,14 @@ import pathlib
 
 from kvferry.errors import ConfigError
 
-__all__ = ["VARIABLES", "CacheFolder", "Variable", "cache_folder", "disabled_paths"]
+__all__ = [
+    "VARIABLES",
+    "CacheFolder",
+    "Variable",
+    "cache_folder",
+    "debug_checks",
+    "disabled_paths",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +46,14 @@ _CACHE_DIR = Variable(
     meaning="folder for compiled GPU kernels; made if absent, refused if others may write it",
 )
 
-VARIABLES = (_DISABLE_PATHS, _CACHE_DIR)
+_DEBUG = Variable(
+    name="KVFERRY_DEBUG",
+    kind="0 or 1",
+    default="0",
+    meaning="check also what only the GPU sees: indices in device memory are copied and looked at",
+)
+
+VARIABLES = (_DISABLE_PATHS, _CACHE_DIR, _DEBUG)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +80,14 @@ def cache_folder() -> CacheFolder:
         if pathlib.Path(base).is_absolute():
             return CacheFolder(pathlib.Path(base, rest), is_explicit=False)
     return CacheFolder(None, is_explicit=False)
+
+
+def debug_checks() -> bool:
+    """Whether costly checks are on; ConfigError for a value that is neither 0 nor 1."""
+    given = os.environ.get(_DEBUG.name, "") or _DEBUG.default
+    if given not in ("0", "1"):
+        raise ConfigError(f"{_DEBUG.name}={given!r} must be 0 or 1")
+    return given == "1"
 
 
 def disabled_paths(known: frozenset[str]) -> frozenset[str]:

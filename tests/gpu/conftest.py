@@ -22,7 +22,7 @@ def slow() -> Callable[[torch.cuda.Stream], None]:
 
     def keep_busy(stream: torch.cuda.Stream) -> None:
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(50_000_000)  # cycles, about 30 ms
+            torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]  # cycles, about 30 ms
 
     return keep_busy
 

@@ -355,6 +355,7 @@ def test_rows_after_the_last_whole_run_are_out_of_range() -> None:
         ({"run_rows": 0}, "run_rows must be a positive number"),
         ({"host": _dense(16, 65)}, "no whole pages of 64"),
         ({"host": _dense(8, 64)}, "pass the views of this plane"),
+        ({"host": _dense(16, 1 << 31)}, "make the pool smaller"),
         ({"device": _dense(32, 64)}, "pass the views of this plane"),
     ],
 )

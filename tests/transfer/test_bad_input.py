@@ -23,6 +23,7 @@ from kvferry.errors import (
 from kvferry.geometry import Geometry, LayerView, Plane, PoolView
 from kvferry.memory import HostPool, RegisteredHostPool
 from kvferry.transfer import TransferEngine, TransferPlan, blocks_to_rows
+from kvferry.transfer.cpu_carrier import CpuCarrier
 from kvferry.types import Direction, Layout
 
 _GEOMETRY = Geometry(
@@ -171,7 +172,7 @@ def test_a_plan_keeps_the_indices_that_were_checked(path: str) -> None:
     assert plan.host_slots.tolist() == [2, 0]
     rig.transfer(plan, path)
     with pytest.raises(ValueError, match="read-only"):
-        plan.device_rows["k"][0, 0] = 5
+        plan.rows_on_host("k")[0, 0] = 5
 
 
 @pytest.mark.parametrize("block", [1 << 58, 1 << 60, (1 << 61) + 1, 1 << 62])
@@ -311,14 +312,14 @@ def test_a_device_that_no_path_serves_is_refused(path: str) -> None:
     """Tensors elsewhere than in host memory are refused by name, as device and as host pool."""
     rig = _rig()
     elsewhere = {
-        name: tuple(_on("cuda:0", view) for view in views)
+        name: tuple(_on("xpu:0", view) for view in views)
         for name, views in rig.device.layers.items()
     }
-    with pytest.raises(ViewError, match="no path serves device cuda:0"):
+    with pytest.raises(ViewError, match="no path serves device xpu:0"):
         TransferEngine(PoolView(_GEOMETRY, elsewhere), rig.host, path=path)
-    with pytest.raises(ViewError, match="not on cuda:0"):
+    with pytest.raises(ViewError, match="not on xpu:0"):
         RegisteredHostPool(_GEOMETRY, PoolView(_GEOMETRY, elsewhere))
-    with pytest.raises(ViewError, match=r"on one device, but .* cpu, cuda:0"):
+    with pytest.raises(ViewError, match=r"on one device, but .* cpu, xpu:0"):
         PoolView(_GEOMETRY, {**elsewhere, "packed": rig.device.layers["packed"]})
 
 
@@ -351,14 +352,15 @@ def test_a_pool_cannot_be_closed_while_a_transfer_uses_it(
     rig = _rig(host_layout)
     refused = []
 
-    class Closing(TransferEngine):
-        def _run(self, *given: Any) -> Any:
-            with pytest.raises(PoolInUseError, match="1 ") as told:
-                rig.host.close()
-            refused.append(str(told.value))
-            return super()._run(*given)
+    run = CpuCarrier._run
 
-    monkeypatch.setattr("tests.rig.TransferEngine", Closing)
+    def closing(carrier: CpuCarrier, *given: Any) -> Any:
+        with pytest.raises(PoolInUseError, match="1 ") as told:
+            rig.host.close()
+        refused.append(str(told.value))
+        return run(carrier, *given)
+
+    monkeypatch.setattr(CpuCarrier, "_run", closing)
     rig.store(path, **_good())
     rig.poison_device()
     rig.load(path, **_good())

@@ -171,6 +171,9 @@ class _SparseHost:
             (num_slots, self.row_bytes // 8), dtype=np.uint64, buffer=cells
         )
 
+    def pin_for(self, context: Any) -> Any:  # noqa: ARG002
+        raise AssertionError("nothing here is for a GPU")
+
     def acquire(self) -> None:
         pass
 

@@ -86,7 +86,7 @@ def test_indices_come_in_any_integer_container(make: Callable[[list[int]], Any])
         _GEOMETRY, host_slots=make([5, 2]), device_slots=make(list(range(8))), planes=["k"]
     )
     assert plan.host_slots.tolist() == [5, 2]
-    assert plan.device_rows["k"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert plan.rows_on_host("k").tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from kvferry.kernels.transfer_args import SpanArgs, TransferArgs
 
 __all__ = ["MoveKernels", "page_work"]
 
-# What the kernels and the arithmetic here must agree on is defined here, and handed to the compiler.
+# What the kernels and the arithmetic here must agree on is defined here and told the compiler.
 _FLAT_DEPTH = 4
 """Loads that a thread of flat has on the way before its first store."""
 _TILE_BYTES = 2048
@@ -25,8 +25,6 @@ _WARP_THREADS = 32
 _TILE_ROOM_BYTES = _TILE_BYTES + 32
 
 _MAX_BLOCKS = 1 << 16
-
-
 
 
 def page_work(path: CopyPath, span: SpanArgs) -> int:
@@ -44,7 +42,7 @@ def _items(path: CopyPath, work: int) -> int:
 
 
 def defines(kernel: str) -> dict[str, int]:
-    """What the compiler is told to make `kernel`: ``flat``, ``realign``, ``grouped``, ``finish``."""
+    """What the compiler is told to make `kernel`: a `CopyPath`'s value or ``finish``."""
     return {
         f"KVFERRY_KERNEL_{kernel.upper()}": 1,
         "KVFERRY_FLAT_DEPTH": _FLAT_DEPTH,

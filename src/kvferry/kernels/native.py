@@ -11,6 +11,8 @@ import functools
 import importlib.machinery
 import pathlib
 
+from kvferry.errors import ConfigError
+
 __all__ = ["NativeMove", "NativeView", "native_digest", "native_library"]
 
 _STEM = "_host_move"
@@ -50,15 +52,38 @@ class NativeMove(ctypes.Structure):
     )
 
 
+# As kvferry_host_abi in csrc/host_move.c: a version, and the size of what is handed over.
+_ABI = 1 << 32 | ctypes.sizeof(NativeMove)
+
+
 @functools.cache
 def native_library() -> ctypes.CDLL | None:
-    """The compiled kernel, or None where the package was installed without a C compiler."""
+    """The compiled kernel, or None where the package was installed without a C compiler.
+
+    Raises:
+        ConfigError: There is one, and it cannot be used: damaged, or of another version.
+    """
     folder = pathlib.Path(__file__).parent
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = folder / f"{_STEM}{suffix}"
         if path.exists():
-            return _declared(ctypes.CDLL(str(path)))
+            return _opened(path)
     return None
+
+
+def _opened(path: pathlib.Path) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(path))
+        library.kvferry_host_abi.restype = ctypes.c_int64
+        found = int(library.kvferry_host_abi())
+        if found != _ABI:
+            raise OSError(f"it is of version {found:#x}, and this code of {_ABI:#x}")
+        return _declared(library)
+    except (OSError, AttributeError) as bad:
+        raise ConfigError(
+            f"the compiled kernel {path} cannot be used ({bad}); install kvferry again, or go "
+            f"without it: KVFERRY_DISABLE_PATHS=cpu"
+        ) from bad
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.errors import PlanError
 from kvferry.kernels.copy_config import alignment_of
@@ -73,12 +73,13 @@ class ViewArgs(ctypes.Structure):
         ("base", ctypes.c_uint64),
         ("num_rows", ctypes.c_int64),
         ("row_stride", ctypes.c_int64),
-        ("block_rows", ctypes.c_int64),
         ("block_stride", ctypes.c_int64),
-        ("piece_size", ctypes.c_int64),
         ("piece_stride", ctypes.c_int64),
-        ("num_pieces", ctypes.c_int64),
         ("run_bytes", ctypes.c_int64),
+        ("block_rows", DivisorArgs),
+        ("piece_size", DivisorArgs),
+        ("num_blocks", ctypes.c_uint32),
+        ("num_pieces", ctypes.c_uint32),
     )
 
 
@@ -341,18 +342,18 @@ def _lines_of_run(run_bytes: int, package: int, line_mask: int) -> int:
 
 
 def _view_args(view: LayerView, num_rows: int, run_bytes: int) -> ViewArgs:
-    names: dict[str, Any] = {
-        name: getattr(view, name)
-        for name in (
-            "row_stride",
-            "block_rows",
-            "block_stride",
-            "piece_size",
-            "piece_stride",
-            "num_pieces",
-        )
-    }
-    return ViewArgs(base=view.address, num_rows=num_rows, run_bytes=run_bytes, **names)
+    return ViewArgs(
+        base=view.address,
+        num_rows=num_rows,
+        row_stride=view.row_stride,
+        block_stride=view.block_stride,
+        piece_stride=view.piece_stride,
+        run_bytes=run_bytes,
+        block_rows=fast_divisor(view.block_rows),
+        piece_size=fast_divisor(view.piece_size),
+        num_blocks=view.num_blocks if _blocks_are_apart(view) else 1,
+        num_pieces=view.num_pieces,
+    )
 
 
 def _check_span(span: Span, device: LayerView, host: LayerView) -> None:
@@ -362,6 +363,11 @@ def _check_span(span: Span, device: LayerView, host: LayerView) -> None:
             raise PlanError(
                 f"{what}: elements have {span.plane.element_size:,} bytes, those of {view.name} "
                 f"{view.element_size:,}; pass the views of this plane"
+            )
+        if view.num_rows > _MAX_DIVIDEND:
+            raise PlanError(
+                f"{what}: {view.name} has {view.num_rows:,} rows, and kernels count at most "
+                f"{_MAX_DIVIDEND:,}; make the pool smaller"
             )
     if host.num_rows % span.rows:
         raise PlanError(

@@ -80,9 +80,9 @@ class HostPool:
         unchecked_budget: bool = False,
     ) -> None:
         self._geometry = geometry
-        self._kind = kind
-        self._slot_bytes = geometry.slot_bytes(kind)
-        self._num_spans = len(geometry.spans(kind))
+        self._kind = SlotKind(kind)
+        self._slot_bytes = geometry.slot_bytes(self._kind)
+        self._num_spans = len(geometry.spans(self._kind))
         self._num_slots = self._count_slots(num_bytes, num_slots)
         self._num_bytes = self._total_bytes(self._num_slots)
         self._budget = check_budget(

@@ -61,6 +61,12 @@ class RegisteredHostPool:
         kind: SlotKind = SlotKind.PAGE,
         pin_tensors: bool = False,
     ) -> None:
+        kind = SlotKind(kind)
+        if view.geometry.fingerprint != geometry.fingerprint:
+            raise ViewError(
+                f"the tensors were viewed as geometry {view.geometry.fingerprint}, and the pool is "
+                f"to be of {geometry.fingerprint}; build both from one"
+            )
         planes = {span.plane.name: span.plane for span in geometry.spans(kind)}
         missing = sorted(set(planes) - set(view.layers))
         if missing:

@@ -50,8 +50,9 @@ def reference_transfer(plan: TransferPlan, device: PoolView, host: HostPages) ->
     for span in plan.spans:
         name, layer = span.plane.name, span.layer
         on_device, on_host = device.view(name, layer), host.view.view(name, layer)
+        listed = plan.rows_on_host(name)
         for page, slot in enumerate(plan.host_slots.tolist()):
-            for row, device_row in enumerate(plan.device_rows[name][page].tolist()):
+            for row, device_row in enumerate(listed[page].tolist()):
                 host_row = slot * span.rows + row
                 if plan.direction is Direction.STORE:
                     _write_row(on_host, host_row, reference_row(on_device, device_row))

@@ -3,11 +3,13 @@
 from kvferry.transfer.engine import TransferEngine
 from kvferry.transfer.handle import CompletedTransfer, TransferHandle
 from kvferry.transfer.host_pages import HostPages
+from kvferry.transfer.indices import DeviceRows, blocks_to_rows
 from kvferry.transfer.paths import available_cpu_paths, available_gpu_paths
-from kvferry.transfer.plan import TransferPlan, blocks_to_rows
+from kvferry.transfer.plan import TransferPlan
 
 __all__ = [
     "CompletedTransfer",
+    "DeviceRows",
     "HostPages",
     "TransferEngine",
     "TransferHandle",

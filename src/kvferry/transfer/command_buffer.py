@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvferry.errors import PlanError
 from kvferry.kernels import NO_FAULT
 from kvferry.kernels.jit import Context, DeviceBuffer, PinnedBuffer, Stream
+from kvferry.transfer.indices import DeviceRows
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from kvferry.transfer.plan import TransferPlan
@@ -24,6 +28,25 @@ __all__ = ["CommandBuffer", "CommandBuffers"]
 
 _ALIGNMENT = 256
 _SMALLEST_BYTES = 64 << 10
+_MAX_INT32 = (1 << 31) - 1
+
+
+def _index_bytes(tables: Sequence[NDArray[np.int64] | DeviceRows]) -> int:
+    """The width of all row tables of a launch: that of those on the device, where there are any."""
+    widths = {rows.index_bytes for rows in tables if isinstance(rows, DeviceRows)}
+    if len(widths) > 1:
+        raise PlanError(
+            "device slots on the device are int32 for one plane and int64 for another; use one type"
+        )
+    width = widths.pop() if widths else 8
+    if width == 4:
+        for rows in tables:
+            if not isinstance(rows, DeviceRows) and rows.size and int(rows.max()) > _MAX_INT32:
+                raise PlanError(
+                    f"device slot {int(rows.max())} does not fit the int32 that another plane's "
+                    f"slots on the device have; use int64 there"
+                )
+    return width
 
 
 class CommandBuffer:
@@ -35,6 +58,7 @@ class CommandBuffer:
         self._upload = PinnedBuffer(context, _SMALLEST_BYTES)
         self._report = PinnedBuffer(context, _SMALLEST_BYTES)
         self.row_tables: tuple[int, ...] = ()
+        self.index_bytes = 8
         self.host_slots = 0
         self.page_seeds = 0
         self.fault = 0
@@ -49,12 +73,22 @@ class CommandBuffer:
         """The device memory it holds."""
         return self._device.num_bytes
 
-    def lay_out(self, plan: TransferPlan, tables: list[NDArray[np.int64]], num_spans: int) -> None:
+    def lay_out(
+        self, plan: TransferPlan, tables: list[NDArray[np.int64] | DeviceRows], num_spans: int
+    ) -> None:
         """Give every part its place and fill in what is copied in.
 
-        The buffer must be idle. Raises DriverError where there is no memory for it.
+        The buffer must be idle. Raises PlanError where row tables on the device differ in width,
+        DriverError where there is no memory for the buffer.
         """
-        parts = [*tables, plan.host_slots, plan.page_seeds]
+        self.index_bytes = _index_bytes(tables)
+        index_type = np.int32 if self.index_bytes == 4 else np.int64
+        copied = [
+            rows.astype(index_type, copy=False)
+            for rows in tables
+            if not isinstance(rows, DeviceRows)
+        ]
+        parts = [*copied, plan.host_slots, plan.page_seeds]
         offsets, end = [], 0
         for part in parts:
             offsets.append(end)
@@ -66,8 +100,11 @@ class CommandBuffer:
         bad_bytes = -(-plan.num_pages // _ALIGNMENT) * _ALIGNMENT
         self._clear_bytes = bad_bytes + num_spans * plan.num_pages * 8
         base = self._reserve(self._upload_bytes + self._clear_bytes, 8 + plan.num_pages)
-        *row_tables, self.host_slots, self.page_seeds = (base + offset for offset in offsets)
-        self.row_tables = tuple(row_tables)
+        *placed, self.host_slots, self.page_seeds = (base + offset for offset in offsets)
+        places = iter(placed)
+        self.row_tables = tuple(
+            rows.address if isinstance(rows, DeviceRows) else next(places) for rows in tables
+        )
         self.fault = base + fault
         self.bad_pages = self.fault + 8
         self.sums = self.bad_pages + bad_bytes

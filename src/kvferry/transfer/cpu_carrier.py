@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvferry.errors import ConfigError, PlanError, TransferFaultError, ViewError
+from kvferry.kernels import NO_DIGEST
 from kvferry.transfer.handle import CompletedTransfer
+from kvferry.transfer.indices import DeviceRows
 from kvferry.transfer.paths import choose_cpu_path
 from kvferry.transfer.span_move import SpanMove
 from kvferry.types import Direction
@@ -76,20 +78,27 @@ class CpuCarrier:
         self._host.acquire()
         try:
             good = self._run(self._moves(plan), plan)
-        except (MemoryError, OSError) as fault:
-            # The slots may hold half the old bytes, half the new: no digest vouches for them.
-            if plan.direction is Direction.STORE:
-                self._host.digests[plan.host_slots] = 0
+        except (MemoryError, OSError, RuntimeError) as fault:
+            self._forget_digests(plan)
             failed = TransferFaultError(
                 f"{plan.direction.value} of {plan.num_pages} pages failed: {fault}"
             )
             # Without its traceback, whose frames would keep the pool's memory from being closed.
             failed.__cause__ = fault.with_traceback(None)
             return CompletedTransfer(plan, self._path, self._verify, fault=failed)
+        except BaseException:
+            # An interrupt, say. It goes on, but not with some layers old and others new.
+            self._forget_digests(plan)
+            raise
         finally:
             self._host.release()
         bad = tuple(int(page) for page in np.flatnonzero(~good))
         return CompletedTransfer(plan, self._path, self._verify, failed_pages=bad)
+
+    def _forget_digests(self, plan: TransferPlan) -> None:
+        """After a store that ended midway: its slots are a mixture that nothing vouches for."""
+        if plan.direction is Direction.STORE:
+            self._host.digests[plan.host_slots] = NO_DIGEST
 
     def explain(self, plan: TransferPlan) -> Mapping[tuple[str, int], CopyDecision]:  # noqa: ARG002
         """Nothing: there is one path for every plane."""
@@ -102,12 +111,15 @@ class CpuCarrier:
         moves = []
         for span in plan.spans:
             name = span.plane.name
+            rows = plan.device_rows[name]
+            if isinstance(rows, DeviceRows):  # the engine refuses them for a pool in host memory
+                raise PlanError(f"device slots of plane {name!r} are on {rows.device}")
             moves.append(
                 SpanMove(
                     span=span,
                     device=self._device.view(name, span.layer),
                     host=self._host.view.view(name, span.layer),
-                    device_rows=plan.device_rows[name],
+                    device_rows=rows,
                     host_slots=plan.host_slots,
                     page_seeds=plan.page_seeds,
                     digests=self._host.digests[:, span.index],

@@ -31,13 +31,14 @@ if TYPE_CHECKING:
     from kvferry.geometry import LayerView, PoolView, Span
     from kvferry.kernels.jit import KernelLoader
     from kvferry.transfer.host_pages import HostPages
+    from kvferry.transfer.indices import DeviceRows
     from kvferry.transfer.plan import TransferPlan
 
 __all__ = ["DEFAULT_BLOCKS", "DirectMover"]
 
 DEFAULT_BLOCKS: Mapping[CopyPath, int] = {
     CopyPath.FLAT: 16,
-    CopyPath.REALIGN: 32,
+    CopyPath.REALIGN: 48,
     CopyPath.GROUPED: 16,
 }
 """Blocks of a launch, each on a multiprocessor of its own. More starve what computes beside."""
@@ -181,7 +182,7 @@ class DirectMover:
             commands = self._commands.take()
             try:
                 commands.lay_out(plan, tables, table.num_spans)
-            except DriverError:
+            except (DriverError, PlanError):
                 self._commands.put(commands)
                 raise
             self._host.acquire()
@@ -238,7 +239,7 @@ class DirectMover:
         args.bad_pages = commands.bad_pages
         args.fault = commands.fault
         args.num_pages = plan.num_pages
-        args.index_bytes = 8
+        args.index_bytes = commands.index_bytes
         args.is_load = plan.direction is Direction.LOAD
         args.verify = self._verify
         for launch in table.launches:
@@ -357,9 +358,11 @@ class DirectMover:
                 stream.close()
 
 
-def _row_tables(plan: TransferPlan) -> tuple[list[NDArray[np.int64]], dict[str, int]]:
+def _row_tables(
+    plan: TransferPlan,
+) -> tuple[list[NDArray[np.int64] | DeviceRows], dict[str, int]]:
     """The different row arrays of a plan, and which of them each plane uses."""
-    tables: list[NDArray[np.int64]] = []
+    tables: list[NDArray[np.int64] | DeviceRows] = []
     table_of: dict[str, int] = {}
     for name, rows in plan.device_rows.items():
         known = next((index for index, one in enumerate(tables) if one is rows), None)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
+from kvferry.env import debug_checks
 from kvferry.errors import ConfigError, PlanError, ViewError
 from kvferry.transfer.cpu_carrier import CpuCarrier
 from kvferry.transfer.direct_mover import DirectMover
+from kvferry.transfer.indices import DeviceRows, check_unique
+from kvferry.transfer.shared_rows import check_apart
 from kvferry.types import Direction
 
 if TYPE_CHECKING:
@@ -196,9 +199,23 @@ class TransferEngine:
                     f"the device pool has no plane {name!r}; register it, or leave it out of the "
                     f"plan with planes="
                 )
-            _check_range(
-                f"device slots of plane {name!r}", rows, self._device.num_rows(name), "rows"
-            )
+            what = f"device slots of plane {name!r}"
+            if isinstance(rows, DeviceRows):
+                if rows.device != self._device.device:
+                    raise PlanError(
+                        f"{what} are on {rows.device}, but the pool is on {self._device.device}; "
+                        f"move them there, or to host memory"
+                    )
+                if not debug_checks():
+                    continue
+                rows = plan.rows_on_host(name)
+                if rows.size and int(rows.min()) < 0:
+                    raise PlanError(f"{what} holds {int(rows.min())}; rows count from 0")
+                if direction is Direction.LOAD:
+                    check_unique(what, rows.ravel())
+            _check_range(what, rows, self._device.num_rows(name), "rows")
+        if self._device.shared_storage and direction is Direction.LOAD:
+            check_apart(plan, self._device)
 
 
 def _check_range(what: str, indices: NDArray[np.int64], limit: int, of: str) -> None:

@@ -56,8 +56,9 @@ _ALL_NAMES = _NAMES | {path.value for path in CopyPath}
 def available_cpu_paths() -> tuple[CpuPath, ...]:
     """The paths that work here and are not switched off, best first."""
     off = disabled_paths(_ALL_NAMES)
-    built = (_COMPILED, _PORTABLE) if native_library() is not None else (_PORTABLE,)
-    return tuple(path for path in built if path.name not in off)
+    wanted = [path for path in (_COMPILED, _PORTABLE) if path.name not in off]
+    # A kernel that is switched off is not even opened: it may be the reason.
+    return tuple(path for path in wanted if path is _PORTABLE or native_library() is not None)
 
 
 def available_gpu_paths() -> tuple[CopyPath, ...]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,17 +17,21 @@ import numpy as np
 from kvferry.errors import PlanError
 from kvferry.geometry import Geometry, Plane, Span
 from kvferry.kernels import page_seed
+from kvferry.transfer.indices import (
+    DeviceRows,
+    check_unique,
+    host_indices,
+    rows_of_pages,
+    run_length,
+)
 from kvferry.types import Direction, SlotKind
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["TransferPlan", "blocks_to_rows"]
+__all__ = ["TransferPlan"]
 
 _Member = TypeVar("_Member", bound=enum.StrEnum)
-
-# 2^62 keeps every product of a row and a stride that can exist inside 64 bits far from the sign.
-_MAX_INDEX = 1 << 62
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,7 +44,7 @@ class TransferPlan:
     host_slots: NDArray[np.int64]
     """Shape: ``[N]``. Page slots, each at most once."""
 
-    device_rows: Mapping[str, NDArray[np.int64]]
+    device_rows: Mapping[str, NDArray[np.int64] | DeviceRows]
     """By plane: shape ``[N, R]``, the device row of each row of each page."""
 
     spans: tuple[Span, ...]
@@ -57,6 +60,11 @@ class TransferPlan:
         """N."""
         return int(self.host_slots.shape[0])
 
+    def rows_on_host(self, plane: str) -> NDArray[np.int64]:
+        """The device rows of `plane`, ``[N, R]``; waits for the device where they are there."""
+        rows = self.device_rows[plane]
+        return rows.to_host() if isinstance(rows, DeviceRows) else rows
+
     def device_run(self, plane: str) -> int:
         """How many rows of `plane` surely lie side by side on the device, and begin on a multiple.
 
@@ -65,7 +73,9 @@ class TransferPlan:
         """
         found = self._device_runs.get(plane)
         if found is None:
-            found = self._device_runs[plane] = _run_of(self.device_rows[plane])
+            rows = self.device_rows[plane]
+            found = rows.run if isinstance(rows, DeviceRows) else run_length(rows)
+            self._device_runs[plane] = found
         return found
 
     @property
@@ -101,10 +111,13 @@ class TransferPlan:
         layers: Iterable[int] | None = None,
         page_keys: Sequence[bytes] | None = None,
         kind: SlotKind = SlotKind.PAGE,
+        device_run: int = 1,
     ) -> TransferPlan:
         """Check the indices of a transfer and put them in order.
 
-        Indices may be lists, numpy arrays or CPU tensors of any integer type.
+        Indices may be lists, numpy arrays or CPU tensors of any integer type. Those of the device
+        may also be int32 or int64 tensors on it: then only the kernels see them, an index out of
+        range leaves out its element and makes its page bad, and duplicates are the caller's care.
 
         Args:
             geometry: The planes.
@@ -118,6 +131,9 @@ class TransferPlan:
             layers: Which model layers move; None: all.
             page_keys: The key of each page, mixed into its digests. None: no key.
             kind: PAGE, or STATE for checkpoints of recurrent state.
+            device_run: For device slots on the device, a promise: from every multiple of it in a
+                page, so many rows are neighbours, the first on a multiple. An engine's own page
+                size. Slots in host memory are looked at instead.
 
         Raises:
             PlanError: Before anything moves: wrong shapes, lengths, types, negative indices, a
@@ -125,17 +141,22 @@ class TransferPlan:
         """
         direction = _member(Direction, "direction", direction)
         kind = _member(SlotKind, "kind", kind)
-        slots = _indices("host_slots", host_slots)
+        slots = host_indices("host_slots", host_slots)
         if slots.ndim != 1:
             raise PlanError(f"host_slots must have one dimension, not shape {slots.shape}")
         if direction is Direction.STORE:
-            _check_unique("host_slots", slots)
+            check_unique("host_slots", slots)
         spans = _select_spans(geometry, kind, planes, layers)
         moved = {span.plane.name: span.plane for span in spans}
-        rows = _rows_by_plane(geometry, moved, device_slots, plane_slots or {}, len(slots))
+        if not isinstance(device_run, int) or isinstance(device_run, bool) or device_run < 1:
+            raise PlanError(f"device_run must be a positive whole number, not {device_run!r}")
+        rows = _rows_by_plane(
+            geometry, moved, device_slots, plane_slots or {}, len(slots), device_run
+        )
         if direction is Direction.LOAD:
             for name, of_plane in rows.items():
-                _check_unique(f"device slots of plane {name!r}", of_plane.ravel())
+                if not isinstance(of_plane, DeviceRows):
+                    check_unique(f"device slots of plane {name!r}", of_plane.ravel())
         return cls(
             direction=direction,
             geometry=geometry,
@@ -147,76 +168,6 @@ class TransferPlan:
         )
 
 
-def blocks_to_rows(block_ids: Any, *, block_size: int, page_size: int) -> NDArray[np.int64]:
-    """Token slots from an engine's block table.
-
-    Args:
-        block_ids: Shape ``[blocks]``. The engine's blocks in token order; the engine keeps token i
-            of block b in slot ``b·block_size + i``.
-        block_size: The engine's own page size, in tokens: the device run.
-        page_size: Ours, in tokens. One of the two must divide the other.
-
-    Returns:
-        Shape ``[pages, page_size]``.
-
-    Raises:
-        PlanError: Neither size divides the other, or the blocks are no whole number of pages.
-    """
-    for name, size in (("block_size", block_size), ("page_size", page_size)):
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise PlanError(f"{name} must be a positive whole number, not {size!r}")
-    if block_size % page_size and page_size % block_size:
-        raise PlanError(
-            f"block_size {block_size} and page_size {page_size}: one must divide the other; "
-            f"choose a page_size that is a multiple or a divisor of {block_size}"
-        )
-    blocks = _indices("block_ids", block_ids).ravel()
-    if blocks.size and int(blocks.max()) >= _MAX_INDEX // block_size:
-        raise PlanError(
-            f"block_ids holds {int(blocks.max())}; with {block_size} tokens a block, ids lie below "
-            f"{_MAX_INDEX // block_size}"
-        )
-    tokens = len(blocks) * block_size
-    if tokens % page_size:
-        raise PlanError(
-            f"{len(blocks)} blocks of {block_size} tokens are no whole number of pages of "
-            f"{page_size}; pass whole pages only"
-        )
-    slots = blocks[:, None] * block_size + np.arange(block_size, dtype=np.int64)
-    return slots.reshape(-1, page_size)
-
-
-def _indices(what: str, given: Any) -> NDArray[np.int64]:
-    """The plan's own copy: what its caller does with `given` afterwards changes nothing."""
-    try:
-        array = np.asarray(given)
-    except (TypeError, ValueError) as refused:
-        raise PlanError(
-            f"{what} is no array of indices ({refused}); give lists of equal length, or a dense "
-            f"array in host memory"
-        ) from refused
-    if array.size == 0:
-        return array.astype(np.int64)
-    if array.dtype.kind not in "iu":
-        raise PlanError(f"{what} must be whole numbers, not {array.dtype}; use int32 or int64")
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high >= _MAX_INDEX:
-        bad = low if low < 0 else high
-        raise PlanError(f"{what} holds {bad}; indices lie between 0 and the size of the pool")
-    indices = np.array(array, dtype=np.int64, order="C")
-    indices.setflags(write=False)
-    return indices
-
-
-def _run_of(rows: NDArray[np.int64]) -> int:
-    run = rows.shape[1]
-    breaks = np.flatnonzero(np.diff(rows.ravel()) != 1) + 1
-    if breaks.size:
-        run = math.gcd(run, int(np.gcd.reduce(breaks)))
-    starts = rows[:, ::run]
-    return math.gcd(run, int(np.gcd.reduce(starts.ravel()))) if starts.size else run
-
-
 def _member(kind: type[_Member], what: str, given: Any) -> _Member:
     """`given` as a member of `kind`; its plain value will do, as in a plan read from JSON."""
     try:
@@ -224,16 +175,6 @@ def _member(kind: type[_Member], what: str, given: Any) -> _Member:
     except ValueError as bad:
         known = ", ".join(str(member) for member in kind)
         raise PlanError(f"{what} must be one of {known}, not {given!r}") from bad
-
-
-def _check_unique(what: str, indices: NDArray[np.int64]) -> None:
-    ordered = np.sort(indices)
-    twice = ordered[1:][ordered[1:] == ordered[:-1]]
-    if twice.size:
-        raise PlanError(
-            f"{what} names {int(twice[0])} twice as a destination; every destination may be "
-            f"written once in a transfer"
-        )
 
 
 def _select_spans(
@@ -247,7 +188,7 @@ def _select_spans(
         raise PlanError(f"this geometry keeps nothing in {kind.value} slots; use the other kind")
     wanted_planes = {span.plane.name for span in spans}
     if planes is not None:
-        asked = [planes] if isinstance(planes, str) else list(planes)
+        asked = [planes] if isinstance(planes, str) else _listed("planes", planes)
         unknown = sorted(set(asked) - wanted_planes)
         if unknown or not asked:
             raise PlanError(
@@ -257,7 +198,7 @@ def _select_spans(
         wanted_planes = set(asked)
     spans = tuple(span for span in spans if span.plane.name in wanted_planes)
     if layers is not None:
-        asked_layers = set(layers)
+        asked_layers = set(_listed("layers", layers))
         unknown_layers = sorted(asked_layers - {span.model_layer for span in spans})
         if unknown_layers or not asked_layers:
             raise PlanError(
@@ -268,25 +209,35 @@ def _select_spans(
     return tuple(sorted(spans, key=lambda span: (span.model_layer, span.plane_index)))
 
 
+def _listed(what: str, given: Any) -> list[Any]:
+    if not isinstance(given, Iterable):
+        raise PlanError(f"{what} must be a list, not {given!r}")
+    return list(given)
+
+
 def _rows_by_plane(
     geometry: Geometry,
     moved: Mapping[str, Plane],
     device_slots: Any,
     plane_slots: Mapping[str, Any],
     num_pages: int,
-) -> dict[str, NDArray[np.int64]]:
+    device_run: int,
+) -> dict[str, NDArray[np.int64] | DeviceRows]:
     unknown = sorted(set(plane_slots) - set(moved))
     if unknown:
         raise PlanError(f"plane_slots names {unknown}, which this transfer does not move")
     shared = None
-    rows: dict[str, NDArray[np.int64]] = {}
+    rows: dict[str, NDArray[np.int64] | DeviceRows] = {}
     for name, plane in moved.items():
         per_page = geometry.rows_per_page(plane)
         if name in plane_slots:
-            rows[name] = _paged(f"plane_slots[{name!r}]", plane_slots[name], num_pages, per_page)
+            what = f"plane_slots[{name!r}]"
+            rows[name] = rows_of_pages(what, plane_slots[name], num_pages, per_page, device_run)
         elif plane.rows_per_page is None and device_slots is not None:
             if shared is None:
-                shared = _paged("device_slots", device_slots, num_pages, per_page)
+                shared = rows_of_pages(
+                    "device_slots", device_slots, num_pages, per_page, device_run
+                )
             rows[name] = shared
         else:
             where = "device_slots" if plane.rows_per_page is None else f"plane_slots[{name!r}]"
@@ -297,19 +248,11 @@ def _rows_by_plane(
     return rows
 
 
-def _paged(what: str, given: Any, num_pages: int, per_page: int) -> NDArray[np.int64]:
-    indices = _indices(what, given)
-    if indices.shape not in ((num_pages, per_page), (num_pages * per_page,)):
-        raise PlanError(
-            f"{what} has shape {indices.shape}, but {num_pages} host slots with {per_page} rows a "
-            f"page need [{num_pages}, {per_page}]"
-        )
-    return indices.reshape(num_pages, per_page)
-
-
 def _seeds(page_keys: Sequence[bytes] | None, num_pages: int) -> NDArray[np.uint64]:
     if page_keys is None:
         return np.zeros(num_pages, dtype=np.uint64)
+    if not isinstance(page_keys, Sequence) or isinstance(page_keys, bytes | str):
+        raise PlanError(f"page_keys must be a list of bytes, not {page_keys!r}")
     if len(page_keys) != num_pages:
         raise PlanError(f"{len(page_keys)} page keys for {num_pages} host slots; give one a page")
     wrong = next((key for key in page_keys if not isinstance(key, bytes)), None)

@@ -128,30 +128,30 @@ static void copy_rows(const struct kvferry_view *view, const int64_t *rows, int6
   }
 }
 
+/* What the caller's structures must be like: it asks before the first call. */
+KVFERRY_EXPORT
+int64_t kvferry_host_abi(void) {
+  enum { kVersion = 1 };
+  return (int64_t)kVersion << 32 | (int64_t)sizeof(struct kvferry_move);
+}
+
 KVFERRY_EXPORT
 void kvferry_move_span(const struct kvferry_move *move) {
   const struct kvferry_view *host = &move->host;
   const int64_t num_rows = move->rows_per_page;
-  const int64_t element = host->num_pieces * host->piece_size;
-  /* kvferry's own pages are contiguous: they need no detour. */
-  const int in_place = host->num_pieces == 1 && host->row_stride == host->piece_size &&
-                       host->block_rows % num_rows == 0;
+  const int64_t num_bytes = num_rows * host->num_pieces * host->piece_size;
+  /* What is digested is what is moved, to the byte: both come from the scratch buffer, which nobody
+   * else can write. Over the slot itself a store by another thread could come in between. */
+  uint8_t *span = move->scratch;
   for (int64_t page = 0; page < move->num_pages; ++page) {
     const int64_t slot = move->host_slots[page];
     const int64_t *rows = move->device_rows + page * num_rows;
     uint64_t *digest = move->digests + slot * move->digest_stride;
     const int64_t first = slot * num_rows;
-    uint8_t *span = move->scratch;
-    if (in_place) {
-      span = host->base + (first / host->block_rows) * host->block_stride +
-             (first % host->block_rows) * host->row_stride;
-    }
     if (move->is_load) {
-      if (!in_place) {
-        copy_rows(host, 0, first, num_rows, span, 0);
-      }
+      copy_rows(host, 0, first, num_rows, span, 0);
       if (move->verify) {
-        const uint64_t found = kvferry_digest(span, num_rows * element, move->seeds[page]);
+        const uint64_t found = kvferry_digest(span, num_bytes, move->seeds[page]);
         move->good[page] = found == *digest;
         if (found != *digest) {
           continue;
@@ -163,11 +163,9 @@ void kvferry_move_span(const struct kvferry_move *move) {
     } else {
       *digest = 0; /* never a digest over bytes that are being replaced */
       copy_rows(&move->device, rows, 0, num_rows, span, 0);
-      if (!in_place) {
-        copy_rows(host, 0, first, num_rows, span, 1);
-      }
+      copy_rows(host, 0, first, num_rows, span, 1);
       if (move->verify) {
-        *digest = kvferry_digest(span, num_rows * element, move->seeds[page]);
+        *digest = kvferry_digest(span, num_bytes, move->seeds[page]);
       }
       move->good[page] = 1;
     }

@@ -16,26 +16,23 @@ struct FastDivisor {
 };
 
 KVFERRY_HD __forceinline__ uint32_t divide(uint32_t n, const FastDivisor &by) {
-#if defined(__CUDACC__)
-  return by.divisor == 1 ? n : __umulhi(n, by.multiplier) >> by.shift;
-#else
   return by.divisor == 1 ? n : multiply_high(n, by.multiplier) >> by.shift;
-#endif
 }
 
 // One layer of one plane in a pool: kvferry.geometry.LayerView. Bytes.
 struct View {
   uint64_t base;
-  int64_t num_rows;
+  int64_t num_rows;  // below 2^31
   int64_t row_stride;
-  int64_t block_rows;
   int64_t block_stride;
-  int64_t piece_size;
   int64_t piece_stride;
-  int64_t num_pieces;
   // Bytes of a span that are one run of bytes here, from any multiple of it: whole neighbouring
   // rows, or one piece of an element.
   int64_t run_bytes;
+  FastDivisor block_rows;
+  FastDivisor piece_size;
+  uint32_t num_blocks;  // 1 where each block follows the one before
+  uint32_t num_pieces;
 };
 
 // One span: a layer of a plane, with everything about it that is the same for every transfer.
@@ -98,17 +95,22 @@ KVFERRY_HD __forceinline__ int64_t host_slot(const Transfer &transfer, uint32_t 
   return reinterpret_cast<const int64_t *>(transfer.host_slots)[page];
 }
 
-// The address of byte `within` of the element in `row`.
+// The address of byte `within` of the element in `row`. Both are in range; offsets have 64 bits,
+// but nothing here is divided in 64 bits, which takes a GPU a hundred instructions.
 KVFERRY_HD __forceinline__ uint64_t address_of(const View &view, int64_t row, int64_t within) {
   int64_t offset = within;
   if (view.num_pieces > 1) {
-    offset = within / view.piece_size * view.piece_stride + within % view.piece_size;
+    const uint32_t byte = static_cast<uint32_t>(within);
+    const uint32_t piece = divide(byte, view.piece_size);
+    offset = piece * view.piece_stride + (byte - piece * view.piece_size.divisor);
   }
-  if (view.block_rows < view.num_rows) {
-    offset += row / view.block_rows * view.block_stride + row % view.block_rows * view.row_stride;
-  } else {
-    offset += row * view.row_stride;
+  if (view.num_blocks > 1) {
+    const uint32_t all = static_cast<uint32_t>(row);
+    const uint32_t block = divide(all, view.block_rows);
+    offset += block * view.block_stride;
+    row = all - block * view.block_rows.divisor;
   }
+  offset += row * view.row_stride;
   return view.base + static_cast<uint64_t>(offset);
 }
 
