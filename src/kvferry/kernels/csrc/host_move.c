@@ -5,6 +5,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__) && \
     !defined(KVFERRY_NO_CLONES)
 /* One binary for every processor: the loader picks the widest version it can run. */
@@ -88,12 +92,46 @@ uint64_t kvferry_digest(const uint8_t *span, int64_t num_bytes, uint64_t seed) {
   return digest ? digest : 1;
 }
 
+/* Into memory that is not read again soon: past the caches, so that the old bytes need not be
+ * fetched first. What it wrote is ordered before later stores by the fence at the end. */
+static void copy_away(uint8_t *to, const uint8_t *from, int64_t num_bytes) {
+#if defined(__SSE2__)
+  const int64_t head = (int64_t)(-(uintptr_t)to % 16);
+  if (num_bytes >= 1024) {
+    memcpy(to, from, (size_t)head);
+    to += head, from += head, num_bytes -= head;
+    for (; num_bytes >= 64; to += 64, from += 64, num_bytes -= 64) {
+      for (int i = 0; i < 64; i += 16) {
+        _mm_stream_si128((__m128i *)(void *)(to + i),
+                         _mm_loadu_si128((const __m128i *)(const void *)(from + i)));
+      }
+    }
+    _mm_sfence();
+  }
+#endif
+  memcpy(to, from, (size_t)num_bytes);
+}
+
 static void copy_bytes(uint8_t *in_pool, uint8_t *in_span, int64_t num_bytes, int to_pool) {
   if (to_pool) {
     memcpy(in_pool, in_span, (size_t)num_bytes);
   } else {
     memcpy(in_span, in_pool, (size_t)num_bytes);
   }
+}
+
+/* Runs lie anywhere, so the processor cannot guess where the next one begins: it is told while the
+ * one before is copied. */
+static void fetch_ahead(const struct kvferry_view *view, int64_t row, int64_t num_bytes) {
+#if defined(__GNUC__)
+  enum { kLine = 64, kMost = 2048 };
+  const uint8_t *at = view->base + (row / view->block_rows) * view->block_stride +
+                      row % view->block_rows * view->row_stride;
+  const int64_t end = num_bytes < kMost ? num_bytes : kMost;
+  for (int64_t ahead = 0; ahead < end; ahead += kLine) {
+    __builtin_prefetch(at + ahead);
+  }
+#endif
 }
 
 /* Between rows of a pool and a contiguous span. `rows` NULL: `num_rows` rows from `first`. */
@@ -117,6 +155,9 @@ static void copy_rows(const struct kvferry_view *view, const int64_t *rows, int6
       while (run < limit && (!rows || rows[i + run] == row + run)) {
         ++run;
       }
+      if (!to_pool && rows && i + run < num_rows) {
+        fetch_ahead(view, rows[i + run], run * element);
+      }
       copy_bytes(at, span + i * element, run * element, to_pool);
     } else {
       for (int64_t piece = 0; piece < view->num_pieces; ++piece) {
@@ -125,6 +166,19 @@ static void copy_rows(const struct kvferry_view *view, const int64_t *rows, int6
       }
     }
     i += run;
+  }
+}
+
+/* A page's span into its slot of the host pool. */
+static void put_away(const struct kvferry_view *host, int64_t first, int64_t num_rows,
+                     uint8_t *span) {
+  if (host->num_pieces == 1 && host->row_stride == host->piece_size &&
+      host->block_rows % num_rows == 0) {
+    copy_away(host->base + first / host->block_rows * host->block_stride +
+                  first % host->block_rows * host->row_stride,
+              span, num_rows * host->piece_size);
+  } else {
+    copy_rows(host, 0, first, num_rows, span, 1);
   }
 }
 
@@ -163,7 +217,7 @@ void kvferry_move_span(const struct kvferry_move *move) {
     } else {
       *digest = 0; /* never a digest over bytes that are being replaced */
       copy_rows(&move->device, rows, 0, num_rows, span, 0);
-      copy_rows(host, 0, first, num_rows, span, 1);
+      put_away(host, first, num_rows, span);
       if (move->verify) {
         *digest = kvferry_digest(span, num_bytes, move->seeds[page]);
       }
