@@ -1,10 +1,12 @@
-# Every target sets up .venv by itself when it is missing or older than the files that define it.
+# Every target sets up .venv by itself when it is missing or older than the files that define it,
+# but for `gpu`, which installs nothing and runs from src/.
 #
 #   make setup   everything for development, into .venv
 #   make demo    a real model's prefix, stored and brought back; DEMO_ARGS="..." is passed on
 #   make test    the test suite; PYTEST_ARGS="..." is passed on
 #   make lint    formatting, lint, types, import contracts
 #   make bench   CPU copy speed; BENCH_ARGS="..." is passed on
+#   make gpu     all that needs a GPU, with PYTHON as it is; GPU_ARGS="..." is passed on
 #   make format  rewrite the sources as `make lint` wants them
 #
 # PYTHON names the interpreter that .venv is made from: make test PYTHON=python3.12
@@ -25,6 +27,7 @@ MIN_FREE_MB := 3072
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+GPU_ARGS ?=
 
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # The build back end is pinned and installed first: build isolation would fetch today's newest.
@@ -33,7 +36,7 @@ PIP_INSTALL_SELF := $(PIP_INSTALL) --no-build-isolation
 NATIVE_SOURCES := $(wildcard src/kvferry/kernels/csrc/*.[ch])
 FIND_C_LIKE := find src tests -regex '.*\.\(c\|cpp\|cu\|cuh\|h\|hpp\)' -type f
 
-.PHONY: help setup demo test lint format bench
+.PHONY: help setup demo test lint format bench gpu
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -47,6 +50,9 @@ test: $(VENV)/.stamp-dev
 
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python benchmarks/cpu_copy.py $(BENCH_ARGS)
+
+gpu:
+	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) scripts/gpu.py $(GPU_ARGS)
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
