@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from kvferry.transfer.plan import TransferPlan
 
-__all__ = ["CommandBuffer", "CommandBuffers"]
+__all__ = ["CommandBuffer", "CommandBuffers", "row_tables"]
 
 _ALIGNMENT = 256
 _SMALLEST_BYTES = 64 << 10
@@ -47,6 +47,21 @@ def _index_bytes(tables: Sequence[NDArray[np.int64] | DeviceRows]) -> int:
                     f"slots on the device have; use int64 there"
                 )
     return width
+
+
+def row_tables(
+    plan: TransferPlan,
+) -> tuple[list[NDArray[np.int64] | DeviceRows], dict[str, int]]:
+    """The different row arrays of a plan, and which of them each plane uses."""
+    tables: list[NDArray[np.int64] | DeviceRows] = []
+    table_of: dict[str, int] = {}
+    for name, rows in plan.device_rows.items():
+        known = next((index for index, one in enumerate(tables) if one is rows), None)
+        if known is None:
+            known = len(tables)
+            tables.append(rows)
+        table_of[name] = known
+    return tables, table_of
 
 
 class CommandBuffer:

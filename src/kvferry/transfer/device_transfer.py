@@ -64,7 +64,7 @@ class DeviceTransfer(TransferHandle):
     def poll(self) -> None:
         """Look whether the GPU is done; if so take its report and give the buffers back."""
         if not self._over:
-            with self._context.current():
+            with self._context.beside_captures():
                 self._settle()
 
     @property
@@ -101,7 +101,14 @@ class DeviceTransfer(TransferHandle):
         if self._over:
             return
         with self._context.current():
-            event.block(self._current_stream() if stream is None else stream)
+            stream = self._current_stream() if stream is None else stream
+            if self._context.is_capturing(stream):
+                raise TransferError(
+                    f"stream {stream} is being captured into a graph, which cannot wait for a "
+                    f"transfer that is none of its own: call wait_all before each replay, on the "
+                    f"stream that replays"
+                )
+            event.block(stream)
 
     def wait(self, timeout: float = DEFAULT_TIMEOUT_SECS) -> None:
         deadline = time.monotonic() + timeout

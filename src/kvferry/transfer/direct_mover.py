@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvferry.errors import ConfigError, DriverError, PlanError
+from kvferry.errors import (
+    ConfigError,
+    DriverError,
+    PlanError,
+    TransferError,
+    TransferFaultError,
+)
 from kvferry.kernels import (
     CopyDecision,
     CopyPath,
@@ -18,7 +25,7 @@ from kvferry.kernels import (
     span_args,
 )
 from kvferry.kernels.jit import Event, Stream, process_loader
-from kvferry.transfer.command_buffer import CommandBuffer, CommandBuffers
+from kvferry.transfer.command_buffer import CommandBuffer, CommandBuffers, row_tables
 from kvferry.transfer.device_transfer import DeviceTransfer
 from kvferry.transfer.paths import disabled_gpu_paths
 from kvferry.transfer.span_table import Carried, Launch, SpanTable
@@ -31,7 +38,6 @@ if TYPE_CHECKING:
     from kvferry.geometry import LayerView, PoolView, Span
     from kvferry.kernels.jit import KernelLoader
     from kvferry.transfer.host_pages import HostPages
-    from kvferry.transfer.indices import DeviceRows
     from kvferry.transfer.plan import TransferPlan
 
 __all__ = ["DEFAULT_BLOCKS", "DirectMover"]
@@ -92,11 +98,13 @@ class DirectMover:
             self._pinned = host.pin_for(self._context)
             self._kernels = MoveKernels(loader, self._gpu)
             self._streams = {direction: Stream(self._context) for direction in Direction}
+            self._setup = Stream(self._context)
             self._ready = {direction: Event(self._context) for direction in Direction}
         self._commands = CommandBuffers(self._context)
         self._events: list[Event] = []
         self._tables: collections.OrderedDict[_TableKey, SpanTable] = collections.OrderedDict()
         self._in_flight: dict[int, DeviceTransfer] = {}
+        self._closed = False
 
     @classmethod
     def open(
@@ -119,6 +127,10 @@ class DirectMover:
             raise ConfigError(f"num_blocks={num_blocks}: give at least 1, or None")
         disabled = disabled_gpu_paths()
         names = [one.value for one in CopyPath if one not in disabled]
+        if not names:
+            raise ConfigError(
+                "every path for GPU pools is switched off; take one out of KVFERRY_DISABLE_PATHS"
+            )
         if path is not None and path not in names:
             raise ConfigError(
                 f"path {path!r} is not to be had for GPU pools; there are: {', '.join(names)}"
@@ -168,11 +180,23 @@ class DirectMover:
 
         Raises:
             PlanError: A span cannot be carried the way that was asked for.
+            TransferError: The mover is closed, or the stream is being captured into a graph.
             DriverError: There is no device memory for the transfer's indices.
+            JITError, MissingDependencyError: A kernel that is needed for the first time cannot be
+                compiled.
         """
-        with self._context.current():
+        if self._closed:
+            raise TransferError("the engine is closed; make a new one over the same pools")
+        with self._context.beside_captures():
+            stream = self.current_stream() if stream is None else stream
+            if self._context.is_capturing(stream):
+                raise TransferError(
+                    f"stream {stream} is being captured into a graph, which can hold no transfer: "
+                    f"its indices and its report are used once. Submit before the replay, and call "
+                    f"wait_all on the stream that replays"
+                )
             self._reap()
-            tables, table_of = _row_tables(plan)
+            tables, table_of = row_tables(plan)
             table = self._table(plan, table_of)
             if plan.num_pages > table.max_pages:
                 raise PlanError(
@@ -189,7 +213,7 @@ class DirectMover:
             return self._start(plan, table, commands, stream)
 
     def _start(
-        self, plan: TransferPlan, table: SpanTable, commands: CommandBuffer, stream: int | None
+        self, plan: TransferPlan, table: SpanTable, commands: CommandBuffer, stream: int
     ) -> DeviceTransfer:
         ours = self._streams[plan.direction]
         layers: dict[int, Event] = {}
@@ -208,7 +232,7 @@ class DirectMover:
         self._in_flight[id(transfer)] = transfer
         try:
             ready = self._ready[plan.direction]
-            ready.record(self.current_stream() if stream is None else stream)
+            ready.record(stream)
             ours.wait_for(ready)
             commands.copy_in(ours)
             self._launch(plan, table, commands, ours, layers)
@@ -281,11 +305,18 @@ class DirectMover:
                 self._carry(span, table_of[span.plane.name], runs[span.plane.name])
                 for span in plan.spans
             ]
-            found = self._tables[key] = SpanTable(self._context, carried)
+            # Here, where nothing is under way yet that a compiler's failure would leave behind.
+            self._kernels.load(*self._needed(carried))
+            found = self._tables[key] = SpanTable(self._context, carried, self._setup)
             if len(self._tables) > _MAX_TABLES and not self._in_flight:
                 self._tables.popitem(last=False)[1].close()
         self._tables.move_to_end(key)
         return found
+
+    def _needed(self, carried: Sequence[Carried]) -> set[CopyPath]:
+        paths = {one.path for one in carried}
+        weighed = self._verify and CopyPath.GROUPED in paths
+        return paths | {CopyPath.REALIGN} if weighed else paths
 
     def _carry(self, span: Span, rows_table: int, run_rows: int) -> Carried:
         decision = self.decide(span, run_rows)
@@ -344,33 +375,20 @@ class DirectMover:
         self._host.release()
 
     def close(self) -> None:
-        """Wait for what is in flight, then give all memory back."""
+        """Wait for what is in flight, well or not, then give all memory back."""
+        self._closed = True
         for transfer in list(self._in_flight.values()):
-            transfer.wait()
-        with self._context.current():
+            with contextlib.suppress(TransferFaultError):  # its handle tells
+                transfer.wait()
+        with self._context.beside_captures():
             self._commands.close()
             while self._tables:
                 self._tables.popitem()[1].close()
             for event in (*self._events, *self._ready.values()):
                 event.close()
             self._events.clear()
-            for stream in self._streams.values():
+            for stream in (*self._streams.values(), self._setup):
                 stream.close()
-
-
-def _row_tables(
-    plan: TransferPlan,
-) -> tuple[list[NDArray[np.int64] | DeviceRows], dict[str, int]]:
-    """The different row arrays of a plan, and which of them each plane uses."""
-    tables: list[NDArray[np.int64] | DeviceRows] = []
-    table_of: dict[str, int] = {}
-    for name, rows in plan.device_rows.items():
-        known = next((index for index, one in enumerate(tables) if one is rows), None)
-        if known is None:
-            known = len(tables)
-            tables.append(rows)
-        table_of[name] = known
-    return tables, table_of
 
 
 def _gpu_index(device: str) -> int:

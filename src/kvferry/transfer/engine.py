@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -118,6 +119,8 @@ class TransferEngine:
                 f"no path serves device {device.device}; pass tensors on an NVIDIA GPU (cuda) or "
                 f"in host memory (cpu)"
             )
+        # An engine that is dropped is closed: memory must not go while a GPU uses it.
+        weakref.finalize(self, self._carrier.close).atexit = False
 
     @property
     def path(self) -> str:
@@ -144,6 +147,9 @@ class TransferEngine:
             PlanError: Before a byte moves: the plan is a store, is of another geometry or slot
                 kind, an index lies outside its pool, or it cannot move as the engine was told to.
             PoolClosedError: The host pool is closed.
+            TransferError: On a GPU: the engine is closed, or the stream is being captured into a
+                graph; submit before the replay.
+            JITError, MissingDependencyError: On a GPU: a kernel cannot be compiled.
         """
         return self._submit(plan, Direction.LOAD, stream)
 

@@ -6,7 +6,7 @@ import ctypes
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.kernels import CopyPath, page_work, pages_per_launch
-from kvferry.kernels.jit import Context, DeviceBuffer
+from kvferry.kernels.jit import Context, DeviceBuffer, Stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,7 +42,8 @@ class Launch(NamedTuple):
 class SpanTable:
     """Spans in the order they move, in device memory, with their launches."""
 
-    def __init__(self, context: Context, carried: Sequence[Carried]) -> None:
+    def __init__(self, context: Context, carried: Sequence[Carried], stream: Stream) -> None:
+        """Bring the table to the device in `stream`, which should be idle: it is waited for."""
         ordered, self.launches = _in_groups(carried)
         self.num_spans = len(ordered)
         self.max_pages = pages_per_launch([one.args for one in ordered])
@@ -50,9 +51,9 @@ class SpanTable:
         array = (type(ordered[0].args) * len(ordered))(*(one.args for one in ordered))
         self._buffer = DeviceBuffer(context, ctypes.sizeof(array))
         self.address = self._buffer.address
-        context.driver.call(
-            "cuMemcpyHtoD", self.address, ctypes.addressof(array), ctypes.sizeof(array)
-        )
+        # Not a plain copy: that would wait for all that the caller's default stream holds.
+        stream.copy_in(self.address, ctypes.addressof(array), ctypes.sizeof(array))
+        stream.drain()
 
     @property
     def path(self) -> str:

@@ -226,6 +226,22 @@ class Context:
             raise
         self.driver.call("cuCtxPopCurrent")
 
+    @contextlib.contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        """As `current`, for calls that would spoil the capture of a graph elsewhere."""
+        relaxed = self.driver.bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        with self.current():
+            usual = self.driver.call("cuThreadExchangeStreamCaptureMode", relaxed)
+            try:
+                yield
+            finally:
+                self.driver.bindings.cuThreadExchangeStreamCaptureMode(usual)
+
+    def is_capturing(self, stream: Any) -> bool:
+        """Whether `stream` (its handle) records a graph just now, instead of working."""
+        none = self.driver.bindings.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+        return bool(self.driver.call("cuStreamIsCapturing", stream) != none)
+
     def make_current(self) -> None:
         """Make this the calling thread's context, for good: a thread that launches needs one."""
         self.driver.call("cuCtxSetCurrent", self._context)

@@ -48,6 +48,10 @@ class Stream:
         """Set device memory to zero."""
         self._driver.check(self._fill(target, 0, num_bytes, self.handle), "clear device memory")
 
+    def drain(self) -> None:
+        """Block until all in it is over. For set-up only: a transfer is waited for by its event."""
+        self._driver.call("cuStreamSynchronize", self.handle)
+
     def close(self) -> None:
         """Destroy the stream when all in it is over."""
         if self.handle is not None:
