@@ -171,6 +171,9 @@ class _SparseHost:
             (num_slots, self.row_bytes // 8), dtype=np.uint64, buffer=cells
         )
 
+    def check_slots(self, slots: npt.NDArray[np.int64]) -> None:
+        pass
+
     def acquire(self) -> None:
         pass
 

@@ -22,8 +22,8 @@ __all__ = ["RegisteredHostPool"]
 class RegisteredHostPool:
     """Host memory that an engine allocated and owns: layer_first, token_major or page_major.
 
-    kvferry keeps a digest for every span beside it, and nothing else: which slots are in use is the
-    engine's business.
+    kvferry keeps a digest of every span beside it, and nothing else. Its slots have no owners here:
+    which of them are in use is the engine's business, and a transfer may name any of them.
 
     Args:
         geometry: The planes.
@@ -89,6 +89,12 @@ class RegisteredHostPool:
         """
         view = PoolView.from_tensors(geometry, tensors, slot_dims=slot_dims, layer_dim=layer_dim)
         return cls(geometry, view, kind=kind)
+
+    def check_slots(self, slots: NDArray[np.int64]) -> None:
+        """Nothing: slots of an engine have no owners here."""
+
+    def __repr__(self) -> str:
+        return f"RegisteredHostPool({self.kind.value} slots: {self.num_slots}, {self.view!r})"
 
     def acquire(self) -> None:
         """Keep the pool open; raises PoolClosedError if it is closed."""

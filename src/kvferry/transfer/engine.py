@@ -81,6 +81,12 @@ class TransferEngine:
         cores = len(os.sched_getaffinity(0))
         self._num_threads = min(4, cores) if num_threads is None else num_threads
 
+    def __repr__(self) -> str:
+        return (
+            f"TransferEngine(path={self.path!r}, verify={self.verify}, device={self._device!r}, "
+            f"host={self._host!r})"
+        )
+
     @property
     def path(self) -> str:
         """The path that transfers take: ``cpu`` or ``cpu_numpy``."""
@@ -100,6 +106,7 @@ class TransferEngine:
         Raises:
             PlanError: Before a byte moves: the plan is a store, is of another geometry or slot
                 kind, or an index lies outside its pool.
+            SlotOwnershipError: Before a byte moves: a slot of a `HostPool` is free.
             PoolClosedError: The host pool is closed.
         """
         return self._submit(plan, Direction.LOAD)
@@ -140,6 +147,7 @@ class TransferEngine:
                 f"{self._host.kind.value} slots"
             )
         _check_range("host_slots", plan.host_slots, self._host.num_slots, "slots of the host pool")
+        self._host.check_slots(plan.host_slots)
         for name, rows in plan.device_rows.items():
             if name not in self._device.layers:
                 raise PlanError(

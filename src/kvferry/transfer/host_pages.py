@@ -37,6 +37,12 @@ class HostPages(Protocol):
     def digests(self) -> NDArray[np.uint64]:
         """Shape: ``[num_slots, spans]``. Written by stores, read by loads, 0 where none."""
 
+    def check_slots(self, slots: NDArray[np.int64]) -> None:
+        """Raise SlotOwnershipError if a pool that knows owners has none for one of `slots`.
+
+        Shape: ``[N]``, every one below `num_slots`.
+        """
+
     def acquire(self) -> None:
         """Keep the pool from being closed; raises PoolClosedError if it is already."""
 

@@ -30,7 +30,7 @@ _Member = TypeVar("_Member", bound=enum.StrEnum)
 _MAX_INDEX = 1 << 62
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class TransferPlan:
     """N pages between host slots and device rows. Build it with `load` or `store`."""
 
@@ -48,6 +48,12 @@ class TransferPlan:
 
     page_seeds: NDArray[np.uint64]
     """Shape: ``[N]``. The seed of each page's digests; 0 where no key was given."""
+
+    def __repr__(self) -> str:
+        return (
+            f"TransferPlan({self.direction.value}, {self.kind.value} slots: {self.num_pages}, "
+            f"spans of each: {len(self.spans)}, bytes: {self.num_bytes})"
+        )
 
     @property
     def num_pages(self) -> int:
