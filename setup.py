@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import pathlib
+import tempfile
+
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 # Plain C over addresses, loaded with ctypes: it needs no Python.h, so one build serves every
 # Python from 3.11. Where there is no compiler the build goes on without it (`optional`), and
@@ -15,4 +20,25 @@ _HOST_MOVE = Extension(
     py_limited_api=True,
 )
 
-setup(ext_modules=[_HOST_MOVE], options={"bdist_wheel": {"py_limited_api": "cp311"}})
+# A build/ folder that outlives a build would be packed into the next wheel: a kernel that can no
+# longer be compiled, modules that are gone.
+_BUILD = tempfile.TemporaryDirectory(prefix="kvferry-build-")
+atexit.register(_BUILD.cleanup)
+
+
+class _BuildKernel(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        if self.editable_mode:
+            # An editable install keeps the kernel beside its source. If compiling fails now, one
+            # of an older source must not stay.
+            folder = pathlib.Path(ext.sources[0]).parents[1]
+            for old in folder.glob(f"{ext.name.rpartition('.')[2]}*.so"):
+                old.unlink()
+        super().build_extension(ext)
+
+
+setup(
+    ext_modules=[_HOST_MOVE],
+    cmdclass={"build_ext": _BuildKernel},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}, "build": {"build_base": _BUILD.name}},
+)

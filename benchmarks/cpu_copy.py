@@ -3,9 +3,9 @@
     make bench
     make bench BENCH_ARGS="--json benchmarks/results/cpu_copy.json"
 
-M is the best single-thread memcpy between two buffers of the size moved, in GB/s (10^9 bytes of
-payload a second). Every figure is the median of several transfers of random data, after the bytes
-of a round trip were compared.
+Figures are GB/s (10^9 bytes of payload a second), each the median of several transfers of random
+data, after the bytes of a round trip were compared. memcpy is a plain copy of as many bytes in one
+piece, on one thread.
 """
 
 from __future__ import annotations
@@ -25,11 +25,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvferry import Geometry, HostPool, Plane, PoolView, TransferEngine, TransferPlan
+from kvferry import Geometry, HostPool, Plane, PoolView, SlotOwner, TransferEngine, TransferPlan
 from kvferry.transfer import available_cpu_paths
 
 _PAGE_SIZE = 64
 _LAYERS = 8
+
+_LEGEND = """\
+element   bytes of a token in one layer     run      consecutive tokens in consecutive device slots
+digest    made on store, checked on load    threads  that the transfer is spread over
+memcpy, store, load   GB/s of payload       part     of what memcpy reaches: 1.00 is as fast"""
 
 
 class _Case(NamedTuple):
@@ -43,20 +48,49 @@ class _Case(NamedTuple):
 def main() -> int:
     """Print the table; with --json write it as well."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--elements", type=int, nargs="+", default=[132, 512, 576, 656, 1152, 2048])
-    parser.add_argument("--runs", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--mebibytes", type=int, default=128, help="payload of one transfer")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=pathlib.Path, help="write the figures to this file")
+    parser.add_argument(
+        "--elements",
+        type=int,
+        nargs="+",
+        metavar="BYTES",
+        default=[132, 512, 576, 656, 1152, 2048],
+        help="element sizes (%(default)s)",
+    )
+    parser.add_argument(
+        "--runs",
+        type=int,
+        nargs="+",
+        metavar="TOKENS",
+        default=[1, 16, 64],
+        help=f"device runs, each a divisor of the page size {_PAGE_SIZE} (%(default)s)",
+    )
+    parser.add_argument(
+        "--mebibytes",
+        type=int,
+        metavar="N",
+        default=128,
+        help="payload of a transfer (%(default)s)",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        metavar="N",
+        default=5,
+        help="transfers of which a figure is the median (%(default)s)",
+    )
+    parser.add_argument(
+        "--json", type=pathlib.Path, metavar="FILE", help="write the figures to this file too"
+    )
     args = parser.parse_args()
 
     rows = []
     print(
-        f"{_machine()['cpu']}, {os.cpu_count()} cores; page {_PAGE_SIZE} tokens, {_LAYERS} layers"
+        f"{_machine()['cpu']}, {os.cpu_count()} cores; pages of {_PAGE_SIZE} tokens, "
+        f"{_LAYERS} layers, {args.mebibytes} MiB a transfer\n\n{_LEGEND}\n"
     )
     print(
         f"{'element':>7} {'run':>3} {'path':<9} {'digest':<6} {'threads':>7} "
-        f"{'M':>6} {'store':>6} {'/M':>5} {'load':>6} {'/M':>5}"
+        f"{'memcpy':>6} {'store':>6} {'part':>5} {'load':>6} {'part':>5}"
     )
     for element_size in args.elements:
         for device_run in args.runs:
@@ -89,6 +123,7 @@ def _measure(
     payload = num_pages * geometry.page_bytes
     rows = []
     with HostPool(geometry, num_slots=num_pages) as pool:
+        pool.allocate(num_pages, SlotOwner.INDEX)
         order = rng.permutation(num_pages)
         plans = [
             make(

@@ -4,8 +4,9 @@
 
 M is the best plain pinned copy of 1 GiB a direction, in GB/s (10^9 bytes a second). A figure is the
 median of several transfers of random data, in GB/s of payload, between events in the caller's
-stream, which is kept busy while the CPU submits: so it is the time of the GPU and the link. The bytes of a round trip are compared before anything is timed.
-Digests are on unless said. Baselines: `grouped`, and torch's gather on the device with one copy.
+stream, which is kept busy while the CPU submits: it is the time of the GPU and the link. The bytes
+of a round trip are compared before anything is timed. Digests are on unless said. Baselines:
+`grouped`, and torch's gather on the device with one copy a layer.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from kvferry import (
     TransferPlan,
 )
 from kvferry.errors import PlanError
+from kvferry.memory import SlotOwner
 
 _PAGE_SIZE = 64
 _DEVICE = "cuda:0"
@@ -163,16 +165,18 @@ def _measure(case: Case, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def _host_pool(geometry: Geometry, case: Case, num_pages: int) -> Any:
     if case.host_layout == "page_major":
-        return HostPool(geometry, num_slots=num_pages)
+        pool = HostPool(geometry, num_slots=num_pages)
+        pool.allocate(num_pages, SlotOwner.INDEX)
+        return pool
     plane = geometry.planes[0]
     tokens, layers, size = num_pages * _PAGE_SIZE, plane.num_layers, plane.element_size
     token_major = case.host_layout == "token_major"
     shape = (tokens, layers, size) if token_major else (layers, tokens, size)
     tensor = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
-    pool = RegisteredHostPool.from_tensors(
+    registered = RegisteredHostPool.from_tensors(
         geometry, {"latent": tensor}, layer_dim=1 if token_major else 0
     )
-    return _Closing(pool)
+    return _Closing(registered)
 
 
 class _Closing:

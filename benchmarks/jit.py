@@ -165,6 +165,7 @@ def _submit() -> dict[str, Any]:
     import numpy as np
 
     from kvferry import Geometry, HostPool, Plane, PoolView, TransferEngine, TransferPlan
+    from kvferry.memory import SlotOwner
     from kvferry.testing import DeviceLayout, place_device_layers
     from kvferry.testing.device_memory import GuardedDeviceBuffer
 
@@ -188,6 +189,7 @@ def _submit() -> dict[str, Any]:
         HostPool(geometry, num_slots=pages) as pool,
         TransferEngine(PoolView(geometry, {"latent": layers}), pool) as engine,
     ):
+        pool.allocate(pages, SlotOwner.INDEX)
         engine.store(TransferPlan.store(geometry, **given)).wait()
         for _ in range(50):
             began = time.perf_counter()

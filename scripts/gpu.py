@@ -48,7 +48,7 @@ _PYTEST_OPTIONS = (
 )
 # The rows of the targets: docs/performance.md.
 _DIRECT = (
-    "--layouts layer_first --elements 132 512 576 656 1152 2048 --runs 1 16 64",
+    "--layouts layer_first --paths best grouped --elements 132 512 576 656 1152 2048",
     "--layouts token_major --elements 576 656 1152 --runs 1",
     "--layouts page_major --elements 132 576 656 1152 --runs 1 64",
 )

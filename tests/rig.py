@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.compiler import needs_kernel
 
 from kvferry.geometry import Geometry, LayerView, PoolView
-from kvferry.kernels import native_library
-from kvferry.memory import HostPool, RegisteredHostPool
+from kvferry.memory import HostPool, RegisteredHostPool, SlotOwner
 from kvferry.testing import (
     POISON,
     DeviceLayout,
@@ -35,16 +35,11 @@ from kvferry.types import Direction, Layout, SlotKind
 each_path = pytest.mark.parametrize(
     "path",
     [
-        pytest.param(
-            "cpu",
-            marks=pytest.mark.skipif(
-                native_library() is None, reason="the compiled kernel is not built"
-            ),
-        ),
+        pytest.param("cpu", marks=needs_kernel),
         "cpu_numpy",
     ],
 )
-"""Runs a test on every path that this machine has."""
+"""Runs a test on every path that this machine can have."""
 
 each_host_layout = pytest.mark.parametrize("host_layout", [None, *Layout], ids=str)
 """Runs a test with kvferry's own host pool (None) and with an engine's in every layout."""
@@ -240,8 +235,9 @@ class Rig:
 def own_pool(
     geometry: Geometry, num_slots: int, kind: SlotKind = SlotKind.PAGE
 ) -> tuple[HostPool, Memory]:
-    """A poisoned `HostPool` and its memory, padding of slots included."""
+    """A poisoned `HostPool`, all of it allocated, and its memory, padding of slots included."""
     pool = HostPool(geometry, num_slots=num_slots, kind=kind)
+    pool.allocate(num_slots, SlotOwner.INDEX)
     inside = memory_at(pool.address, num_slots * pool.slot_bytes)
     inside[:] = POISON
     return pool, Memory(pool.address, inside, None)

@@ -1,4 +1,4 @@
-"""kvferry carries an LLM's KV cache between device memory, host memory and storage.
+"""kvferry carries an LLM's KV cache between device memory and host memory, exactly.
 
 Importing this package loads nothing else: each name below is looked up when it is first used.
 """
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvferry.errors import KVFerryError
-    from kvferry.geometry import Geometry, HitRule, Plane, PoolView
-    from kvferry.memory import HostPool, RegisteredHostPool
+    from kvferry.geometry import Geometry, HitRule, LayerView, Plane, PoolView
+    from kvferry.memory import HostPool, RegisteredHostPool, SlotOwner
     from kvferry.transfer import TransferEngine, TransferHandle, TransferPlan, blocks_to_rows
     from kvferry.types import Direction, Layout, SlotKind
 
@@ -21,11 +21,13 @@ __all__ = [
     "HitRule",
     "HostPool",
     "KVFerryError",
+    "LayerView",
     "Layout",
     "Plane",
     "PoolView",
     "RegisteredHostPool",
     "SlotKind",
+    "SlotOwner",
     "TransferEngine",
     "TransferHandle",
     "TransferPlan",
@@ -37,8 +39,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "kvferry.errors": ("KVFerryError",),
-    "kvferry.geometry": ("Geometry", "HitRule", "Plane", "PoolView"),
-    "kvferry.memory": ("HostPool", "RegisteredHostPool"),
+    "kvferry.geometry": ("Geometry", "HitRule", "LayerView", "Plane", "PoolView"),
+    "kvferry.memory": ("HostPool", "RegisteredHostPool", "SlotOwner"),
     "kvferry.transfer": ("TransferEngine", "TransferHandle", "TransferPlan", "blocks_to_rows"),
     "kvferry.types": ("Direction", "Layout", "SlotKind"),
 }

@@ -12,7 +12,9 @@ import pytest
 
 import kvferry
 from kvferry.cli import main
+from kvferry.cli.json_text import json_text
 from kvferry.geometry import Geometry
+from kvferry.geometry.kv_dtype import _FORMATS
 
 GLM_52 = {
     "num_hidden_layers": 78,
@@ -95,6 +97,56 @@ def test_overrides(config: str, capsys: pytest.CaptureFixture[str]) -> None:
         capsys, config, "--override", "index_topk_freq=1", "--override", 'dtype="float32"'
     )
     assert [(p["num_layers"], p["element_size"]) for p in told["planes"]] == [(78, 2304), (78, 132)]
+
+
+def test_what_is_assumed_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table and the JSON list what the config does not tell, and keep it when read again."""
+    path = tmp_path / "config.json"
+    bare = {"num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 1024}
+    path.write_text(json.dumps(bare))
+    told = printed(capsys, str(path))
+    assert len(told["assumed"]) == 4
+    assert "head_dim is hidden_size / num_attention_heads, 128" in told["assumed"]
+    assert main(["geometry", str(path)]) == 0
+    table = " ".join(capsys.readouterr().out.split())
+    assert all(sentence in table for sentence in told["assumed"])
+    path.write_text(json.dumps(told))
+    assert printed(capsys, str(path)) == told
+    path.write_text(json.dumps({**told, "assumed": 3}))
+    assert main(["geometry", str(path)]) == 2
+    assert "assumed must be a list" in capsys.readouterr().err
+
+
+def test_lists_of_layers_take_one_line(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The layers of a plane are one line of the JSON, not one each."""
+    assert main(["geometry", config, "--json"]) == 0
+    out = capsys.readouterr().out
+    assert f'"layer_ids": {json.dumps([0, 1, 2, *range(6, 78, 4)])}' in out
+    assert len(out.splitlines()) < 40
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        [],
+        {"a": {}, "b": []},
+        {"a": [1, 2.5, None, True], "b": {"c": [[1, 2], ["x", 'ü\n"']]}, 'd"': [{}, {"e": -1}]},
+        "text",
+        3,
+    ],
+)
+def test_json_text_is_json(value: Any) -> None:
+    """Whatever the line breaks, what is printed reads back as what it was."""
+    assert json.loads(json_text(value)) == value
+
+
+def test_help_names_every_kv_dtype(capsys: pytest.CaptureFixture[str]) -> None:
+    """`kvferry geometry --help` says what each KV dtype is."""
+    with pytest.raises(SystemExit):
+        main(["geometry", "--help"])
+    words = set(capsys.readouterr().out.split())
+    assert {kept.name for kept in _FORMATS} | {"auto"} <= words
 
 
 def test_planes_by_hand(by_hand: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import numpy as np
@@ -29,21 +30,23 @@ def test_the_table_names_every_path(capsys: pytest.CaptureFixture[str]) -> None:
     """Status 0, a line a path with its counts, and one sentence that all was exact."""
     assert main(["selftest", "--quick"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["path", "transfers", "different", "MB", "moved"]
+    assert lines[0].split() == ["path", "transfers", "failed", "MB", "moved"]
     assert ["cpu_numpy", "160", "0"] in [line.split()[:3] for line in lines]
     assert lines[-1].startswith("All exact: ")
 
 
 def test_json_has_the_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    """One JSON object with ok, cases, failures, paths, seconds and bytes."""
+    """One JSON object with ok, transfers, failures, paths, seconds and bytes."""
     assert main(["selftest", "--quick", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["ok"] is True
     assert told["failures"] == []
-    assert told["cases"] == 160 * len(told["paths"])
+    for path in {"cpu", "cpu_numpy"} & set(told["paths"]):
+        assert told["paths"][path]["transfers"] == 160
     assert told["bytes"] == sum(path["bytes"] for path in told["paths"].values()) > 0
     assert told["seconds"] >= 0
-    assert set(told["paths"]) | set(told["absent"]) == {"cpu", "cpu_numpy"}
+    known = {"cpu", "cpu_numpy", "flat", "realign", "grouped"}
+    assert set(told["paths"]) | set(told["absent"]) == known
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -57,7 +60,7 @@ def test_a_difference_is_a_status(
     if as_json:
         told = json.loads(out)
         assert told["ok"] is False
-        assert told["num_failures"] == told["paths"]["cpu_numpy"]["num_failures"] == 80
+        assert told["failed"] == told["paths"]["cpu_numpy"]["failed"] == 80
         assert len(told["failures"]) == 20
         assert told["failures"][0]["path"] == "cpu_numpy"
         assert told["failures"][0]["direction"] == "store"
@@ -77,7 +80,37 @@ def test_the_way_out_is_told_when_another_path_is_right(
     assert main(["selftest", "--quick"]) == 1
     out = capsys.readouterr().out
     assert "KVFERRY_DISABLE_PATHS=" not in out
-    assert "Not tested: cpu (switched off, or not installed)." in out
+    assert "Not tested: cpu (switched off by KVFERRY_DISABLE_PATHS)." in out
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_kernel_that_is_not_built_is_told(
+    as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the compiled kernel the self-test says why, what it costs and what to do."""
+    monkeypatch.setattr("kvferry.transfer.paths.native_library", lambda: None)
+    assert main(["selftest", "--quick", *["--json"] * as_json]) == 0
+    out = capsys.readouterr().out
+    told = json.loads(out)["absent"]["cpu"] if as_json else out
+    assert "not installed: there was no C compiler" in told
+    assert "Install a compiler, then kvferry again" in told
+
+
+def test_a_terminal_shows_what_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a terminal one line of stderr counts the cases, and is empty in the end."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["selftest", "--quick"]) == 0
+    out, err = capsys.readouterr()
+    shown = err.split("\r")
+    assert shown[1].startswith("case 1 of 80: 132 B, page, run 1,")
+    assert shown[-3].startswith("case 80 of 80: ")
+    assert shown[-2].strip() == shown[-1] == ""
+    assert "case" not in out
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    assert main(["selftest", "--quick"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_no_path_is_bad_input(

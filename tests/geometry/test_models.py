@@ -229,6 +229,26 @@ def test_overrides_stand_in_for_fields() -> None:
     assert every.plane("index_key").num_layers == 78
 
 
+def test_an_override_can_take_a_field_away() -> None:
+    """None stands for a field that is not there, also where a rule would refuse it."""
+    told = {**LLAMA_3_8B, "mamba_d_state": 16, "state_width": 8}
+    geometry = geometry_from_hf_config(told, overrides={"mamba_d_state": None, "state_width": None})
+    assert geometry == geometry_from_hf_config(LLAMA_3_8B)
+
+
+def test_an_override_of_the_model_type_brings_its_defaults() -> None:
+    """What a model type leaves out is filled in for the type that was put in place."""
+    bare = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
+    geometry = geometry_from_hf_config(bare, overrides={"model_type": "gemma2"})
+    assert sizes(geometry) == dict.fromkeys(("k", "v", "k_window", "v_window"), (2, 2048))
+
+
+@pytest.mark.parametrize("config", [DEEPSEEK_V3, DEEPSEEK_V32])
+def test_latent_rows_with_scales_by_their_own_name(config: Config) -> None:
+    """fp8_ds_mla is 656 bytes a latent row, whether or not there is an indexer."""
+    assert sizes(geometry_from_hf_config(config, kv_dtype="fp8_ds_mla"))["latent"] == (61, 656)
+
+
 def test_window_layers_have_planes_of_their_own() -> None:
     """gpt-oss: full and window layers alternate, with equal sizes and different hit rules."""
     geometry = geometry_from_hf_config(GPT_OSS_120B)
@@ -523,6 +543,8 @@ def test_bad_numbers_are_named(field: str, value: Any) -> None:
     ("config", "named"),
     [
         ({**LLAMA_3_8B, "num_key_value_heads": 0}, "num_key_value_heads"),
+        ({**LLAMA_3_8B, "num_key_value_heads": 7}, "heads 7 .* num_attention_heads 32"),
+        ({**LLAMA_3_8B, "num_key_value_heads": 64}, "heads 64 .* num_attention_heads 32"),
         ({**LLAMA_3_8B, "head_dim": None, "hidden_size": 4097}, "hidden_size 4097"),
         ({**LLAMA_3_8B, "torch_dtype": "int8"}, "torch_dtype 'int8'"),
         ({**LLAMA_3_8B, "torch_dtype": "float8_e4m3fn"}, "dtype of activations"),
@@ -604,7 +626,15 @@ def test_no_value_escapes_the_error_tree(config: Config, more: Config) -> None:
         (DEEPSEEK_V32, {"kv_dtype": "fp8_e5m2"}, "sparse attention"),
         (LLAMA_3_8B, {"draft_layers": "some"}, "draft_layers"),
         (LLAMA_3_8B, {"draft_layers": "layers"}, "no draft layers"),
+        (DEEPSEEK_V32, {"kv_dtype": "nvfp4"}, "sparse attention"),
+        (LLAMA_3_8B, {"kv_dtype": "fp8_ds_mla"}, "fp8_ds_mla .* choose fp8_e4m3"),
         (LLAMA_3_8B, {"overrides": [1]}, "overrides"),
+        (LLAMA_3_8B, {"overrides": {"num_kv_head": 4}}, "'num_kv_head' .* num_kv_heads"),
+        (LLAMA_3_8B, {"overrides": {"kv_heads": 4}}, "'kv_heads' .* putting 4 there"),
+        (LLAMA_3_8B, {"overrides": {"hidden_size": 1}}, "'hidden_size' of this model"),
+        (DEEPSEEK_V3, {"overrides": {"head_dim": 64}}, "nothing reads .* 'head_dim'"),
+        (LLAMA_3_8B, {"kv_dtype": "fp8", "overrides": {"torch_dtype": "float16"}}, "'torch_dtype'"),
+        (LLAMA_3_8B, {"overrides": {"ssm_cfg": {"d_state": 16}}}, "ssm_cfg"),
     ],
 )
 def test_bad_arguments_are_named(config: Config, kwargs: Config, named: str) -> None:

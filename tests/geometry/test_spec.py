@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fractions
 import json
 import subprocess
 import sys
@@ -74,6 +75,18 @@ def test_bytes_of_pages_slots_and_tokens() -> None:
     assert SMALL.bytes_per_token == 8935 / 4
     whole = Geometry(planes=(K,)).bytes_per_token
     assert (whole, type(whole)) == (4096, int)
+
+
+def test_bytes_per_token_are_exact_beyond_what_a_float_holds() -> None:
+    """A whole number is an int however large, and a part of one is rounded once."""
+    large = Plane(name="k", num_layers=(1 << 14) + 1, element_size=(1 << 40) - 1)
+    whole = large.num_layers * large.element_size
+    told = Geometry(planes=(large,)).bytes_per_token
+    assert (told, type(told)) == (whole, int)
+    assert int(float(whole)) != whole
+    packed = Plane(name="packed", num_layers=1, element_size=1, rows_per_page=1)
+    part = Geometry(planes=(large, packed), page_size=3).bytes_per_token
+    assert part == float(fractions.Fraction(3 * whole + 1, 3))
 
 
 def test_a_geometry_of_pages_alone_has_no_state_slots() -> None:
@@ -206,6 +219,26 @@ def test_pages_that_a_hit_needs(rule: HitRule, needed: list[int]) -> None:
     assert [rule.pages_needed(pages, 64) for pages in (0, 1, 5)] == needed
 
 
+@pytest.mark.parametrize("kind", HitKind)
+def test_a_kind_by_its_value_is_the_kind(kind: HitKind) -> None:
+    """A plain string means the same as the enum, in every place that asks."""
+    tokens = 100 if kind is HitKind.LAST_TOKENS else 0
+    plain, rule = HitRule(kind.value, tokens), HitRule(kind, tokens)  # type: ignore[arg-type]
+    assert plain == rule
+    assert plain.kind is kind
+    assert plain.pages_needed(10, 64) == rule.pages_needed(10, 64)
+    plane = Plane(name="k", num_layers=1, element_size=8, rows_per_page=1, hit_rule=plain)
+    assert plane.slot_kind is dataclasses.replace(plane, hit_rule=rule).slot_kind
+    assert plane.to_dict()["hit_rule"] == kind.value
+
+
+@pytest.mark.parametrize("kind", ["some", "ALL_PAGES", "", None, 3, [], HitRule])
+def test_unknown_hit_kinds_are_refused(kind: Any) -> None:
+    """A kind that is none is refused where the rule is made, with the known ones."""
+    with pytest.raises(GeometryError, match="all_pages, last_tokens, exact_boundary"):
+        HitRule(kind)
+
+
 @pytest.mark.parametrize(
     ("kind", "tokens"),
     [
@@ -214,6 +247,8 @@ def test_pages_that_a_hit_needs(rule: HitRule, needed: list[int]) -> None:
         (HitKind.LAST_TOKENS, "8"),
         (HitKind.LAST_TOKENS, True),
         (HitKind.LAST_TOKENS, 1.5),
+        (HitKind.ALL_PAGES, None),
+        (HitKind.ALL_PAGES, False),
         (HitKind.ALL_PAGES, 8),
         (HitKind.EXACT_BOUNDARY, 8),
     ],
@@ -243,7 +278,13 @@ def test_bad_hit_rules_are_refused(kind: HitKind, tokens: Any) -> None:
         ({"layer_ids": (1, 1)}, "ascending"),
         ({"layer_ids": (-1, 1)}, "layer id"),
         ({"layer_ids": ("0", "1")}, "layer id"),
+        ({"layer_ids": 5}, "layer_ids must be a list"),
+        ({"layer_ids": "01"}, "layer_ids must be a list"),
+        ({"layer_ids": {0: 1}}, "layer_ids must be a list"),
         ({"hit_rule": HitRule.exact_boundary()}, "rows_per_page=1"),
+        ({"hit_rule": "all_pages"}, "hit_rule must be a HitRule"),
+        ({"hit_rule": HitKind.ALL_PAGES}, "hit_rule must be a HitRule"),
+        ({"hit_rule": None}, "hit_rule must be a HitRule"),
     ],
 )
 def test_bad_planes_are_refused(change: dict[str, Any], named: str) -> None:
@@ -257,6 +298,12 @@ def test_bad_planes_are_refused(change: dict[str, Any], named: str) -> None:
     [
         ({"planes": ()}, "at least one plane"),
         ({"planes": (K, K)}, "k is used twice"),
+        ({"planes": 5}, "planes must be a list"),
+        ({"planes": None}, "planes must be a list"),
+        ({"planes": "k"}, "a plane must be a Plane"),
+        ({"planes": ({"name": "k"},)}, "from_dict"),
+        ({"page_size": "64"}, "page_size"),
+        ({"span_alignment": None}, "span_alignment"),
         ({"page_size": 0}, "page_size"),
         ({"page_size": True}, "page_size"),
         ({"span_alignment": 0}, "span_alignment"),
@@ -279,6 +326,10 @@ def test_bad_geometries_are_refused(change: dict[str, Any], named: str) -> None:
         ({"planes": [], "model": 1}, r"unknown fields \['model'\]"),
         ({"planes": "k"}, "list of planes, not str"),
         ({"planes": [3]}, "not int"),
+        ({"planes": [], 1: 2, "b": 3}, r"unknown fields \['b', 1\]"),
+        ({"planes": [{1: 2, (): 3}]}, r"unknown fields \[\(\), 1\]"),
+        ({"planes": [{**K.to_dict(), "last_tokens": None}]}, "last_tokens"),
+        ({"planes": [{**K.to_dict(), "hit_rule": None}]}, "hit_rule None"),
         ({"planes": [{"name": "k"}]}, "'element_size', 'num_layers'"),
         ({"planes": [{**K.to_dict(), "size": 1}]}, r"unknown fields \['size'\]"),
         ({"planes": [{**K.to_dict(), "hit_rule": "some"}]}, "hit_rule 'some' is none of"),

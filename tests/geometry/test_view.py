@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -213,7 +215,10 @@ def test_each_plane_may_have_its_own_slot_dims() -> None:
         ({}, "at least one plane"),
         ({"v": [_random(4, 16)]}, "no plane 'v'"),
         ({"k": [_random(4, 16)]}, "2 layers, but 1 were given"),
-        ({"k": [_random(4, 16), _random(4, 8)]}, "8 bytes, but the geometry says 16"),
+        (
+            {"k": [_random(4, 16), _random(4, 8)]},
+            "rows of 8 bytes, but a row of the geometry has 16",
+        ),
         ({"k": [_random(4, 16), _random(5, 16)]}, "5 rows, but layer 0 has 4"),
         ({"k": _random(3, 4, 16)}, "should keep 2 layers along dimension 0"),
     ],
@@ -251,14 +256,169 @@ def test_one_pool_is_on_one_device() -> None:
         PoolView(_geometry(16, num_layers=2), {"k": (view, other)})
 
 
-def test_a_view_keeps_its_tensor_alive() -> None:
-    """The storage of a registered tensor outlives the caller's reference."""
-    import weakref
-
-    tensor = torch.zeros(4, 16, dtype=torch.uint8)
-    gone = weakref.ref(tensor)
-    pool = PoolView.from_tensors(_geometry(16), {"k": [tensor]})
+def test_a_view_keeps_its_storage_alive() -> None:
+    """The memory of a registered tensor outlives the tensor, and what takes its place."""
+    tensor = torch.arange(64, dtype=torch.uint8).reshape(4, 16)
+    view = PoolView.from_tensors(_geometry(16), {"k": [tensor]}).view("k", 0)
+    assert view.owner.data_ptr() == view.address
+    tensor.set_()  # type: ignore[call-overload]
+    assert view.owner.data_ptr() == view.address
     del tensor
+    assert reference_row(view, 3) == bytes(range(48, 64))
+    assert view.still_there()  # the storage is, and no tensor is left to say otherwise
+
+
+def test_storage_goes_with_its_last_view() -> None:
+    """A view keeps memory alive no longer than it lives itself."""
+    array = np.zeros((4, 16), np.uint8)
+    gone = weakref.ref(array)
+    pool = PoolView.from_tensors(_geometry(16), {"k": [array[:]]})
+    del array
     assert gone() is not None
     del pool
     assert gone() is None
+
+
+_REPLACED: dict[str, Callable[[torch.Tensor], object]] = {
+    "data": lambda t: setattr(t, "data", torch.zeros(2, 8, 16, dtype=torch.uint8)),
+    "set_": lambda t: t.set_(torch.zeros(2, 8, 16, dtype=torch.uint8)),  # type: ignore[call-overload]
+    "resize_": lambda t: t.resize_(2, 1 << 16, 16),
+    "storage.resize_": lambda t: t.untyped_storage().resize_(0),
+}
+
+
+@pytest.mark.parametrize("how", _REPLACED)
+@pytest.mark.parametrize("packed", [True, False])
+def test_memory_that_is_moved_or_replaced_is_noticed(how: str, packed: bool) -> None:
+    """still_there turns False when a tensor no longer lies where it was registered."""
+    tensor = torch.zeros(2, 8, 16, dtype=torch.uint8)
+    layers = [torch.zeros(8, 16, dtype=torch.uint8), torch.zeros(8, 16, dtype=torch.uint8)]
+    tensors = tensor if packed else layers
+    pool = PoolView.from_tensors(_geometry(16, num_layers=2), {"k": tensors})
+    tensor.fill_(1)
+    layers[1].add_(1)
+    assert pool.still_there()
+    _REPLACED[how](tensor if packed else layers[1])
+    assert not pool.still_there()
+    assert pool.view("k", 0).still_there() != packed
+    assert not pool.view("k", 1).still_there()
+
+
+def test_a_numpy_array_that_is_resized_is_noticed() -> None:
+    """numpy moves the memory under a slice when it is told not to count references."""
+    array = np.zeros((4, 16), np.uint8)
+    pool = PoolView.from_tensors(_geometry(16), {"k": [array[:]]})
+    assert pool.still_there()
+    array.resize((1 << 16, 16), refcheck=False)
+    assert not pool.still_there()
+
+
+def test_a_pool_looks_at_each_tensor_once() -> None:
+    """One tensor for many layers is one look at its storage; a view by hand is none."""
+    geometry = _geometry(16, num_layers=200)
+    packed = PoolView.from_tensors(geometry, {"k": torch.zeros(200, 4, 16, dtype=torch.uint8)})
+    assert len(packed._registered) == 1
+    layers = [torch.zeros(4, 16, dtype=torch.uint8) for _ in range(200)]
+    assert len(PoolView.from_tensors(geometry, {"k": layers})._registered) == 200
+    numbers: dict[str, Any] = {"address": 4096, "num_rows": 4, "row_stride": 16, "block_rows": 4}
+    by_hand = LayerView(**numbers, block_stride=64, num_pieces=1, piece_size=16, piece_stride=16)
+    assert by_hand.owner is None
+    assert PoolView(_geometry(16), {"k": (by_hand,)}).still_there()
+
+
+class _OnlyAnInterface:
+    """Lends out the memory of an array without being one."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.__array_interface__ = array.__array_interface__
+        self.shape = array.shape
+
+
+def _fake() -> torch.Tensor:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.zeros(1, 4, 4)
+
+
+def _read_only() -> np.ndarray:
+    array = _random(1, 4, 16)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (lambda: torch.zeros(1, 4, 2, dtype=torch.complex64).conj(), "lazy conj view"),
+        (lambda: torch._neg_view(torch.zeros(1, 4, 4)), "lazy neg view"),
+        (_fake, "FakeTensor has no memory"),
+        (lambda: torch.nested.nested_tensor([torch.zeros(4, 4)]), "layout nested"),
+        (torch.nn.parameter.UninitializedParameter, "uninitialised"),
+        (lambda: np.ma.masked_array(_random(1, 4, 16)), "masked array"),
+        (lambda: _OnlyAnInterface(_random(1, 4, 16)), "numpy.asarray"),
+        (_read_only, "read-only"),
+        (lambda: np.zeros((1, 4, 2), object), "dtype object"),
+        (lambda: 7, "int is neither"),
+        (lambda: None, "NoneType is neither"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_whose_bytes_are_not_their_values(
+    tensor: Callable[[], Any], message: str, packed: bool
+) -> None:
+    """What has no memory of its own, or lazy values, is refused alone and in a list."""
+    given = tensor() if packed else [tensor()]
+    with pytest.raises(ViewError, match=message):
+        PoolView.from_tensors(_geometry(16), {"k": given})
+
+
+def test_a_tensor_under_vmap_is_refused() -> None:
+    """A tensor that stands for a batch of tensors has no memory."""
+
+    def register(tensor: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(ViewError, match="has no memory of its own"):
+            PoolView.from_tensors(_geometry(16), {"k": tensor})
+        return tensor
+
+    torch.vmap(register)(torch.zeros(3, 1, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"slot_dims": {}}, "no plane, but nothing for plane 'k'"),
+        ({"slot_dims": {"v": (0,)}}, "'v', but nothing for plane 'k'"),
+        ({"slot_dims": 0}, "slot_dims must be a tuple"),
+        ({"slot_dims": ("0",)}, "slot_dims must be a tuple"),
+        ({"slot_dims": (0.0,)}, "slot_dims must be a tuple"),
+        ({"slot_dims": {"k": None}}, "slot_dims must be a tuple"),
+        ({"layer_dim": "0"}, "layer_dim"),
+        ({"layer_dim": None}, "layer_dim"),
+        ({"layer_dim": 3}, "layer_dim"),
+        ({"tensors": [_random(1, 4, 16)]}, "mapping of plane names to tensors"),
+        ({"tensors": _random(1, 4, 16)}, "mapping of plane names to tensors"),
+        ({"tensors": {"v": _random(1, 4, 16)}}, "no plane 'v'"),
+        ({"tensors": {"k": "ab"}}, "str is neither"),
+    ],
+)
+def test_bad_arguments_of_a_pool_are_view_errors(arguments: dict[str, Any], message: str) -> None:
+    """Whatever is handed to from_tensors, the answer is a pool or a ViewError."""
+    given = {"tensors": {"k": _random(1, 4, 16)}, **arguments}
+    with pytest.raises(ViewError, match=message):
+        PoolView.from_tensors(_geometry(16), **given)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([1], "mapping of plane names to sequences"),
+        ({"v": ()}, "no plane 'v'"),
+        ({"k": (3,)}, "int is no LayerView"),
+    ],
+)
+def test_bad_layers_of_a_pool_are_view_errors(layers: Any, message: str) -> None:
+    """A pool made of views is checked as one made of tensors is."""
+    with pytest.raises(ViewError, match=message):
+        PoolView(_geometry(16), layers)

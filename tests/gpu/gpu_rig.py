@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from kvferry import Geometry, HostPool, Plane, PoolView, RegisteredHostPool, TransferEngine
+from kvferry.memory import SlotOwner
 from kvferry.testing import (
     GUARD_BYTES,
     POISON,
@@ -105,7 +106,7 @@ class GpuRig:
         self.num_slots = num_slots
         self.host: HostPool | RegisteredHostPool
         if host_layout is None:
-            self.host = HostPool(geometry, num_slots=num_slots, kind=kind)
+            self.host = owned_pool(geometry, num_slots, kind)
             self.slot_memory()[:] = POISON
         else:
             self.host = pinned_pool(geometry, self.planes, num_slots, host_layout, kind)
@@ -201,6 +202,13 @@ class GpuRig:
         for engine in self._engines:
             engine.close()
         self.host.close()
+
+
+def owned_pool(geometry: Geometry, num_slots: int, kind: SlotKind = SlotKind.PAGE) -> HostPool:
+    """A host pool all of whose slots are in use, as transfers want them."""
+    pool = HostPool(geometry, num_slots=num_slots, kind=kind)
+    pool.allocate(num_slots, SlotOwner.INDEX)
+    return pool
 
 
 def pinned_pool(

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_rig import DEVICE, GpuRig, Rows, latent, random_bytes
+from gpu_rig import DEVICE, GpuRig, Rows, latent, owned_pool, random_bytes
 
-from kvferry import HostPool, PoolView, TransferEngine, TransferPlan
+from kvferry import PoolView, TransferEngine, TransferPlan
 
 pytestmark = pytest.mark.gpu
 
@@ -120,7 +120,7 @@ def test_offsets_beyond_32_bits(path: str) -> None:
     # The same rows as neighbours too, where the path takes runs.
     for given in (rows, near.reshape(-1, _PAGE)):
         with (
-            HostPool(geometry, num_slots=pages) as pool,
+            owned_pool(geometry, pages) as pool,
             TransferEngine(
                 PoolView.from_tensors(geometry, {"latent": tensor}), pool, path=path
             ) as engine,

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_rig import DEVICE, GpuRig, Rows, latent, random_bytes, scattered
+from gpu_rig import DEVICE, GpuRig, Rows, latent, owned_pool, random_bytes, scattered
 
-from kvferry import Geometry, HitRule, HostPool, Plane, PoolView, TransferEngine, TransferPlan
+from kvferry import Geometry, HitRule, Plane, PoolView, TransferEngine, TransferPlan
 from kvferry.errors import PlanError
 from kvferry.testing import moved_view, read_rows
 from kvferry.types import Layout, SlotKind
@@ -226,7 +226,7 @@ def test_tensors_as_engines_have_them(make: Callable[[Geometry], _Tensors], run:
     sources = scattered(1, _PAGES, 64, _NUM_ROWS, run)
     targets = scattered(2, _PAGES, 64, _NUM_ROWS, run)
     before = [tensor.clone() for tensor in source.whole]
-    with HostPool(geometry, num_slots=6) as pool:
+    with owned_pool(geometry, 6) as pool:
         plan = TransferPlan.store(geometry, host_slots=_SLOTS, device_slots=sources)
         with TransferEngine(source.view, pool) as engine:
             engine.store(plan).wait()
@@ -252,7 +252,7 @@ def test_more_than_a_thousand_tensors() -> None:
     for tensor in target.whole:
         tensor.fill_(0xA5)
     rows = scattered(1, 2, 64, _NUM_ROWS)
-    with HostPool(geometry, num_slots=3) as pool:
+    with owned_pool(geometry, 3) as pool:
         for view, make in ((source.view, TransferPlan.store), (target.view, TransferPlan.load)):
             plan = make(geometry, host_slots=[2, 0], device_slots=rows)
             with TransferEngine(view, pool) as engine:

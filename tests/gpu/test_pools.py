@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_rig import DEVICE, GpuRig, latent, new_stream, pinned_pool, random_bytes, scattered
+from gpu_rig import (
+    DEVICE,
+    GpuRig,
+    latent,
+    new_stream,
+    owned_pool,
+    pinned_pool,
+    random_bytes,
+    scattered,
+)
 
 from kvferry import (
     Geometry,
@@ -196,7 +205,7 @@ def test_everything_may_be_dropped_at_any_time(slow: _Slow, order: str) -> None:
     tensor = random_bytes(1, 4, _NUM_ROWS, 576)
     view = PoolView.from_tensors(geometry, {"latent": tensor})
     for _ in range(3):
-        pool: HostPool | None = HostPool(geometry, num_slots=_NUM_SLOTS)
+        pool: HostPool | None = owned_pool(geometry, _NUM_SLOTS)
         assert pool is not None
         engine: TransferEngine | None = TransferEngine(view, pool)
         assert engine is not None

@@ -26,7 +26,10 @@ from pathlib import Path
 
 import pytest
 
+from kvferry import Geometry
 from kvferry.env import VARIABLES
+from kvferry.errors import GeometryError
+from kvferry.geometry.kv_dtype import KV_DTYPES
 
 _ROOT = Path(__file__).parents[2]
 _DOCUMENTS = [
@@ -201,3 +204,46 @@ def test_the_readme_names_every_variable() -> None:
     rows = re.findall(r"^\| `KVFERRY_.*$", (_ROOT / "README.md").read_text(), re.MULTILINE)
     known = [f"| `{v.name}` | {v.kind} | {v.default} | {v.meaning} |" for v in VARIABLES]
     assert rows == known
+
+
+def _kv_dtype_rows() -> dict[str, tuple[list[str], str, str]]:
+    """By name: the other names, the latent row and the keys, as docs/geometry.md has them."""
+    table = (_ROOT / "docs" / "geometry.md").read_text().partition("## KV dtypes")[2]
+    rows = {}
+    for line in re.findall(r"^\| `.*\|$", table.partition("**Sparse")[0], re.MULTILINE):
+        name, others, _, latent, keys = (cell.strip() for cell in line.strip("|").split("|"))
+        rows[name.strip("`")] = (re.findall(r"`([^`]+)`", others), latent, keys)
+    return rows
+
+
+def test_the_geometry_page_has_every_kv_dtype() -> None:
+    """The table of docs/geometry.md has each name that is taken, and no other."""
+    rows = _kv_dtype_rows()
+    names = [*rows, *(other for others, _, _ in rows.values() for other in others)]
+    assert sorted(names) == sorted(KV_DTYPES)
+
+
+@pytest.mark.parametrize("name", sorted(set(_kv_dtype_rows()) - {"auto"}))
+def test_the_sizes_of_a_kv_dtype_are_true(name: str) -> None:
+    """The bytes in the table of docs/geometry.md are those of the planes."""
+    _, latent, keys = _kv_dtype_rows()[name]
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 8, "head_dim": 128}
+    mla = {**sizes, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+    def told(plane: str, config: dict[str, int]) -> str:
+        try:
+            planes = Geometry.from_hf_config(config, kv_dtype=name).planes
+        except GeometryError:
+            return "refused"
+        found = [one.element_size for one in planes if one.name.removesuffix("_scale") == plane]
+        return " + ".join(f"{size:,}" for size in found)
+
+    assert told("k", sizes) == keys
+    assert told("latent", mla) == latent.partition(";")[0]
+    with_indexer = told("latent", {**mla, "index_head_dim": 128})
+    if ";" not in latent:
+        assert with_indexer == latent
+    elif "not with" in latent:
+        assert with_indexer == "refused"
+    else:
+        assert latent.endswith(f"with an indexer {with_indexer}")

@@ -6,19 +6,20 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
+from tests.compiler import c_compiler
 
 import kvferry
 
 _ROOT = Path(__file__).parents[2]
 _PACKAGE = Path(kvferry.__file__).parent
 _KERNEL = "kvferry/kernels/_host_move.abi3.so"
-# What setuptools compiles with. Without it the wheel is still to be whole and to work.
-_COMPILER = shutil.which((os.environ.get("CC") or sysconfig.get_config_var("CC")).split()[0])
+# Without a compiler the wheel is still to be whole and to work. setuptools would go by the one
+# that Python was built with.
+_COMPILER = c_compiler()
 
 
 def _build(tree: Path, **variables: str) -> Path:
@@ -26,7 +27,7 @@ def _build(tree: Path, **variables: str) -> Path:
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(_ROOT / name, tree)
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")
-    shutil.copytree(_PACKAGE.parent, tree / "src", ignore=ignored)
+    shutil.copytree(_PACKAGE.parent, tree / "src", ignore=ignored, dirs_exist_ok=True)
     built = subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "out", "."],
         cwd=tree,
@@ -56,7 +57,7 @@ def _sources() -> set[str]:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built as a user would."""
-    return _build(tmp_path_factory.mktemp("tree"))
+    return _build(tmp_path_factory.mktemp("tree"), CC=_COMPILER or "/bin/false")
 
 
 def test_the_wheel_holds_the_package(wheel: Path) -> None:
@@ -68,7 +69,9 @@ def test_the_wheel_holds_the_package(wheel: Path) -> None:
 
 
 def test_the_package_builds_without_a_compiler(tmp_path: Path) -> None:
-    """Where compiling fails the wheel is whole but for the compiled kernel."""
+    """Where compiling fails the wheel has no kernel, not even one that an earlier build left."""
+    if _COMPILER:
+        assert _KERNEL in _packed(_build(tmp_path, CC=_COMPILER))
     assert _packed(_build(tmp_path, CC="/bin/false")) == _sources()
 
 

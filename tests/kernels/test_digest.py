@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+from tests.compiler import needs_kernel
 
 from kvferry.kernels import (
     NO_DIGEST,
@@ -30,6 +32,25 @@ def _digest(span: np.ndarray, key: bytes = b"page", plane_index: int = 0, layer:
     return int(digest_spans(np.ascontiguousarray(span).reshape(1, -1), seeds)[0])
 
 
+def _numpy_digests(spans: np.ndarray, seeds: np.ndarray) -> list[int]:
+    return [int(digest) for digest in digest_spans(spans, seeds)]
+
+
+def _native_digests(spans: np.ndarray, seeds: np.ndarray) -> list[int]:
+    library = native_library()
+    assert library is not None
+    return [
+        native_digest(library, span.ctypes.data, span.size, int(seed))
+        for span, seed in zip(spans, seeds, strict=True)
+    ]
+
+
+_Digests = Callable[[np.ndarray, np.ndarray], list[int]]
+_each_implementation = pytest.mark.parametrize(
+    "digests_of", [_numpy_digests, pytest.param(_native_digests, marks=needs_kernel)]
+)
+
+
 def _pattern(num_bytes: int) -> np.ndarray:
     return (np.arange(num_bytes, dtype=np.uint64) * 167 + 13).astype(np.uint8)
 
@@ -50,9 +71,10 @@ def test_golden_values(num_bytes: int, expected: int) -> None:
     assert _digest(_pattern(num_bytes), b"golden", plane_index=2, layer=5) == expected
 
 
+@_each_implementation
 @pytest.mark.parametrize("num_bytes", _SIZES)
-def test_all_implementations_agree(num_bytes: int) -> None:
-    """numpy, the compiled kernel and the plain definition give one value for each page."""
+def test_all_implementations_agree(num_bytes: int, digests_of: _Digests) -> None:
+    """numpy and the compiled kernel give the value of the plain definition for each page."""
     rng = np.random.default_rng(num_bytes)
     spans = rng.integers(0, 256, (5, num_bytes), dtype=np.uint8)
     keys = [b"a", b"b", b"", b"\0", b"page" * 20]
@@ -66,27 +88,16 @@ def test_all_implementations_agree(num_bytes: int) -> None:
         reference_digest(span.tobytes(), page_seed=page_seed(key), plane_index=3, layer=60)
         for span, key in zip(spans, keys, strict=True)
     ]
-    assert digest_spans(spans, seeds).tolist() == expected
-    library = native_library()
-    assert library is not None, "the compiled kernel is part of the development set-up"
-    found = [
-        native_digest(library, span.ctypes.data, num_bytes, int(seed))
-        for span, seed in zip(spans, seeds, strict=True)
-    ]
-    assert found == expected
+    assert digests_of(spans, seeds) == expected
 
 
+@needs_kernel
 @pytest.mark.parametrize("num_bytes", [(1 << 17) - 1, 1 << 17, (1 << 17) + 9, 3 << 17])
 def test_spans_larger_than_a_chunk(num_bytes: int) -> None:
     """Where a span is worked on in chunks makes no difference, nor does the number of rows."""
     spans = np.random.default_rng(3).integers(0, 256, (2, num_bytes), dtype=np.uint8)
     seeds = np.array([1, 2], dtype=np.uint64)
-    library = native_library()
-    assert library is not None
-    expected = [
-        native_digest(library, span.ctypes.data, num_bytes, int(seed))
-        for span, seed in zip(spans, seeds, strict=True)
-    ]
+    expected = _native_digests(spans, seeds)
     assert digest_spans(spans, seeds).tolist() == expected
     assert digest_spans(spans[:1], seeds[:1]).tolist() == expected[:1]
 
@@ -153,7 +164,8 @@ def test_place_and_page_count() -> None:
     assert len(digests) == 5 * 4 * 80 + 655
 
 
-def test_no_digest_is_never_a_digest() -> None:
+@_each_implementation
+def test_no_digest_is_never_a_digest(digests_of: _Digests) -> None:
     """The value that means "none" is never given to a span: where it would be, 1 is."""
     span = np.zeros((1, 8), np.uint8)
     step = 0x243F6A8885A308D3
@@ -161,7 +173,4 @@ def test_no_digest_is_never_a_digest() -> None:
     total = keyed * ((keyed >> 32) + 0xD6E8FEB86659FD93) % (1 << 64)
     seeds = np.array([(1 << 64) - total], dtype=np.uint64)  # mix(0) is 0
     assert NO_DIGEST == 0
-    assert digest_spans(span, seeds).tolist() == [1]
-    library = native_library()
-    assert library is not None
-    assert native_digest(library, span.ctypes.data, 8, int(seeds[0])) == 1
+    assert digests_of(span, seeds) == [1]

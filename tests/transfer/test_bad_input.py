@@ -224,13 +224,19 @@ def _tensors(**changes: Any) -> dict[str, Any]:
 _BAD_TENSORS: dict[str, tuple[Callable[[], Any], str]] = {
     "three layers": (lambda: torch.zeros(3, _ROWS, 24), r"'k'.*should keep 2 layers"),
     "list of three": (lambda: [torch.zeros(_ROWS, 6)] * 3, "has 2 layers, but 3 were given"),
-    "dtype too wide": (lambda: torch.zeros(2, _ROWS, 12), "row .* is 48 bytes, but .* says 24"),
-    "row too narrow": (lambda: torch.zeros(2, _ROWS, 5), "row .* is 20 bytes, but .* says 24"),
+    "dtype too wide": (
+        lambda: torch.zeros(2, _ROWS, 12),
+        r"shape \(32, 12\) .*rows of 48 bytes, but .* has 24",
+    ),
+    "row too narrow": (lambda: torch.zeros(2, _ROWS, 5), "rows of 20 bytes, but .* has 24"),
     "layers of unequal length": (
         lambda: [torch.zeros(_ROWS, 6), torch.zeros(_ROWS - 1, 6)],
         "layer 1: 31 rows, but layer 0 has 32",
     ),
-    "one dimension": (lambda: [torch.zeros(_ROWS), torch.zeros(_ROWS)], "is 4 bytes, but .* 24"),
+    "one dimension": (
+        lambda: [torch.zeros(_ROWS), torch.zeros(_ROWS)],
+        "32 rows of 4 bytes, but .* 24",
+    ),
     "no dimension": (lambda: [torch.zeros(()), torch.zeros(())], r"dimensions of shape \(\)"),
     "empty": (lambda: torch.zeros(2, 0, 6), r"dimension 0 of shape \(0, 6\) is empty"),
     "no memory": (lambda: torch.zeros(2, _ROWS, 6, device="meta"), "on device meta"),
@@ -245,7 +251,7 @@ _BAD_TENSORS: dict[str, tuple[Callable[[], Any], str]] = {
     "flipped": (lambda: np.zeros((2, _ROWS, 24), np.uint8)[:, ::-1], "stride -24"),
     "read-only": (
         lambda: np.frombuffer(bytes(2 * _ROWS * 24), np.uint8).reshape(2, _ROWS, 24),
-        "'k', layer 0: the array is read-only",
+        "'k': the array is read-only",
     ),
     "Python objects": (lambda: np.full((2, _ROWS, 3), None), "dtype object is not plain bytes"),
     "no tensor": (lambda: None, "'k': NoneType is neither a tensor nor a list"),

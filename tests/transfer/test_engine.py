@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.compiler import needs_kernel
 
 from kvferry.errors import (
     ConfigError,
     PlanError,
     PoolClosedError,
+    SlotOwnershipError,
     TransferError,
     TransferFaultError,
     ViewError,
@@ -37,19 +39,19 @@ _GEOMETRY = Geometry(
 )
 
 
-@pytest.fixture(params=["cpu", "cpu_numpy"])
+@pytest.fixture(params=[pytest.param("cpu", marks=needs_kernel), "cpu_numpy"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each CPU path in turn, chosen the way a user would: by switching the other off."""
-    names = [found.name for found in available_cpu_paths()]
-    assert names == ["cpu", "cpu_numpy"], "the compiled kernel is part of the development set-up"
-    monkeypatch.setenv("KVFERRY_DISABLE_PATHS", ",".join(set(names) - {request.param}))
+    monkeypatch.setenv("KVFERRY_DISABLE_PATHS", ",".join({"cpu", "cpu_numpy"} - {request.param}))
+    assert [found.name for found in available_cpu_paths()] == [request.param]
     return str(request.param)
 
 
 @pytest.fixture
 def pool() -> Iterator[HostPool]:
-    """A small pool of ours, its padding and free slots poisoned."""
+    """A small pool of ours, all of it allocated, its padding and unused slots poisoned."""
     with HostPool(_GEOMETRY, num_slots=16, unchecked_budget=True) as made:
+        made.allocate(16, SlotOwner.INDEX)
         _memory(made)[:] = _POISON
         yield made
 
@@ -156,16 +158,32 @@ def test_what_was_never_stored_is_bad(path: str, pool: HostPool) -> None:
     """A slot without a digest, or whose slot was given to somebody else since, is never served."""
     engine = TransferEngine(PoolView.from_tensors(_GEOMETRY, _device(6)), pool)
     assert engine.load(_plan(TransferPlan.load, [0])).bad_pages == (0,)
-    runs = pool.allocate(1)
-    assert runs is not None
-    slot = runs[0].start
-    engine.store(_plan(TransferPlan.store, [slot]))
-    assert engine.load(_plan(TransferPlan.load, [slot])).bad_pages == ()
-    pool.free(runs, SlotOwner.TRANSFER)
-    again = pool.allocate(pool.num_free)
-    assert again is not None
-    assert engine.load(_plan(TransferPlan.load, [slot])).bad_pages == (0,)
-    pool.free(again, SlotOwner.TRANSFER)
+    engine.store(_plan(TransferPlan.store, [5]))
+    assert engine.load(_plan(TransferPlan.load, [5])).bad_pages == ()
+    pool.free([5], SlotOwner.INDEX)
+    assert pool.allocate(1, SlotOwner.INDEX) == ((5, 1),)
+    assert engine.load(_plan(TransferPlan.load, [5])).bad_pages == (0,)
+
+
+def test_slots_that_nobody_owns_are_refused(path: str, pool: HostPool) -> None:
+    """Neither a store into a free slot nor a load from one moves a byte; the slot is named."""
+    source = _device(7)
+    engine = TransferEngine(PoolView.from_tensors(_GEOMETRY, source), pool)
+    engine.store(_plan(TransferPlan.store, [4, 5]))
+    pool.free([5, 6], SlotOwner.INDEX)
+    memory, rows = _memory(pool).copy(), {name: plane.copy() for name, plane in source.items()}
+    digests = pool.digests.copy()
+    with pytest.raises(SlotOwnershipError, match=r"slot 6 is free.*allocate\(\)"):
+        engine.store(_plan(TransferPlan.store, [4, 6]))
+    with pytest.raises(SlotOwnershipError, match="slot 5 is free"):
+        engine.load(_plan(TransferPlan.load, [4, 5], first=16))
+    assert_bytes_equal(_memory(pool), memory)
+    assert_bytes_equal(pool.digests, digests)
+    for name, plane in source.items():
+        assert_bytes_equal(plane, rows[name])
+    assert pool.num_leases == 0
+    pool.allocate(2, SlotOwner.INDEX)
+    assert engine.store(_plan(TransferPlan.store, [4, 6])).verified_pages == 2
 
 
 def test_without_digests_nothing_is_called_verified(path: str, pool: HostPool) -> None:
@@ -183,6 +201,7 @@ def test_without_digests_nothing_is_called_verified(path: str, pool: HostPool) -
     assert checked.load(_plan(TransferPlan.load, [3, 4])).bad_pages == (0, 1)
 
 
+@needs_kernel
 def test_paths_write_equal_digests(pool: HostPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one path stored another path verifies."""
     source = _device(8)
@@ -203,6 +222,7 @@ def test_large_transfers_are_spread_over_threads(path: str, num_threads: int) ->
     target = np.zeros_like(source)
     rows = np.random.default_rng(10).permutation(2048)
     with HostPool(geometry, num_slots=32, unchecked_budget=True) as pool:
+        pool.allocate(32, SlotOwner.INDEX)
         plans = [
             make(geometry, host_slots=range(32), device_slots=rows)
             for make in (TransferPlan.store, TransferPlan.load)
@@ -386,3 +406,33 @@ def test_switching_off_everything_or_nothing_known(
     monkeypatch.setenv("KVFERRY_DISABLE_PATHS", value)
     with pytest.raises(ConfigError, match=message):
         TransferEngine(PoolView.from_tensors(_GEOMETRY, _device(18)), pool)
+
+
+def test_reprs_are_one_short_line(pool: HostPool) -> None:
+    """What a session shows of plans, pools, engines and handles says what matters, shortly."""
+    source = _device(12)
+    view = PoolView.from_tensors(_GEOMETRY, source)
+    engine = TransferEngine(view, pool, path="cpu_numpy")
+    stored = engine.store(_plan(TransferPlan.store, [3, 4]))
+    byte = pool.slot_view(4)
+    byte[0] ^= 1
+    del byte
+    plan = _plan(TransferPlan.load, [3, 4], first=16)
+    loaded = engine.load(plan)
+    assert repr(loaded) == (
+        "CompletedTransfer(path='cpu_numpy', load, pages=2, verified=True, verified_pages=1, "
+        "bad_pages=(1,), error=None)"
+    )
+    unchecked = TransferEngine(view, pool, path="cpu_numpy", verify=False)
+    assert "verified=False, verified_pages=0," in repr(unchecked.load(plan))
+    assert "store" in repr(stored)
+    assert repr(plan) == "TransferPlan(load, page slots: 2, spans of each: 6, bytes: 5088)"
+    assert repr(view) == "PoolView(k: 3 x 64 rows of 66 bytes, v: 3 x 64 rows of 40 bytes; cpu)"
+    assert repr(view.view("k", 1)) == "LayerView(plane 'k', layer 1: 64 rows of 66 bytes, cpu)"
+    assert f"fingerprint='{_GEOMETRY.fingerprint}'" in repr(_GEOMETRY)
+    assert "(k, v; page_bytes=2544," in repr(_GEOMETRY)
+    registered = RegisteredHostPool.from_tensors(_GEOMETRY, _device())
+    assert repr(registered).startswith("RegisteredHostPool(page slots: 8, PoolView(k: ")
+    for shown in (engine, plan, view, loaded, _GEOMETRY, registered):
+        assert len(repr(shown)) < 260
+        assert "\n" not in repr(shown)

@@ -174,6 +174,9 @@ class _SparseHost:
     def pin_for(self, context: Any) -> Any:  # noqa: ARG002
         raise AssertionError("nothing here is for a GPU")
 
+    def check_slots(self, slots: npt.NDArray[np.int64]) -> None:
+        pass
+
     def acquire(self) -> None:
         pass
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.rig import each_path
 
 from kvferry.errors import PlanError, TransferFaultError, ViewError
 from kvferry.geometry import Geometry, HitRule, Plane, PoolView
 from kvferry.memory import HostPool, RegisteredHostPool
+from kvferry.testing import memory_at
 from kvferry.transfer import TransferEngine, TransferPlan
 from kvferry.transfer.cpu_carrier import CpuCarrier
 from kvferry.types import Direction, SlotKind
@@ -91,8 +93,9 @@ def test_a_bad_page_in_a_large_transfer_is_told(path: str) -> None:
     given: dict[str, Any] = {"host_slots": range(num_pages), "device_slots": np.arange(1024)}
     assert engine.store(TransferPlan.store(geometry, **given)).verified_pages == num_pages
     for layer, page in ((0, 11), (5, 7)):
-        view = host.view.view("k", layer)
-        view.owner[page * _TOKENS, 100] ^= 1
+        row = host.view.view("k", layer).row_address(page * _TOKENS)
+        byte = memory_at(row + 100, 1)
+        byte ^= 1
     loaded = engine.load(TransferPlan.load(geometry, **given))
     assert loaded.bad_pages == (7, 11)
     assert loaded.verified_pages == 7
@@ -207,3 +210,19 @@ def test_planes_that_share_blocks_must_use_different_ones(path: str) -> None:
         engine.load(TransferPlan.load(geometry, **given(window)))
     assert not blocks.any()
     assert engine.load(TransferPlan.load(geometry, **given(np.arange(8, 16)))).verified_pages == 2
+
+
+@each_path
+def test_tensors_that_lost_their_memory_are_refused(path: str) -> None:
+    """A tensor resized or rebound after registration is noticed before a byte moves."""
+    geometry = _geometry()
+    shape = (4, _TOKENS, 512)
+    for spoil in (lambda t: t.untyped_storage().resize_(0), lambda t: t.set_(torch.zeros(1))):
+        tensor = torch.zeros(shape)[..., :128].contiguous()
+        device = PoolView.from_tensors(geometry, {"k": tensor})
+        engine = TransferEngine(device, _host(geometry, 1), path=path)
+        plan = TransferPlan.store(geometry, host_slots=[0], device_slots=np.arange(_TOKENS))
+        assert engine.store(plan).verified_pages == 1
+        spoil(tensor)
+        with pytest.raises(ViewError, match="register them anew"):
+            engine.store(plan)

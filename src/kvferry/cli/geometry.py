@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvferry.cli.json_text import json_text
 from kvferry.errors import GeometryError
 
 __all__ = ["add_parser", "run"]
 
 # What --json adds to a geometry. It follows from the planes, so it is passed over when the output
 # of one run is the input of another.
-_DERIVED = ("bytes_per_token", "page_bytes", "slot_bytes", "state_bytes", "state_slot_bytes")
+_DERIVED = (
+    *("bytes_per_token", "page_bytes", "slot_bytes", "state_bytes", "state_slot_bytes"),
+    *("fingerprint", "assumed"),
+)
+_WIDTH = 100
 _OF_A_MODEL = ("tp", "tp_rank", "pp", "pp_rank", "kv_dtype", "draft_layers", "override")
 
-_EXAMPLES = """\
+_EXPLAINED = """\
+kv dtypes (other spellings: bfloat16, float16, half, float32, float, fp8, fp8_e4m3fn, float8_...):
+  auto            what quantization_config says of the cache, or the model's own dtype
+  bf16 fp16 fp32  as they are
+  fp8_e4m3        1 byte a value; in latent rows with an indexer (DSA): fp8_ds_mla
+  fp8_e5m2        1 byte a value
+  fp8_per_tensor  1 byte a value, in every plane
+  fp8_ds_mla      latent rows of fp8 with their own fp32 scales and a 16-bit rope part: 656 bytes
+  nvfp4           4 bits a value, and a plane with a scale byte for 16 values
+  mxfp8           1 byte a value, and a plane with a scale byte for 32 values
+
 examples:
   kvferry geometry config.json --tp 8 --kv-dtype fp8_e4m3 --page-size 64
   kvferry geometry ./model-folder --json
+  kvferry geometry config.json --override head_dim=128 --override 'torch_dtype="bfloat16"'
   kvferry geometry planes.json      # {"planes": [{"name": "k", "num_layers": 32,
                                     #              "element_size": 2048}, ...]}
 """
@@ -33,7 +50,7 @@ def add_parser(
         "geometry",
         help="show what a model caches",
         description="Show the planes that one rank of a model caches, and what they cost.",
-        epilog=_EXAMPLES,
+        epilog=_EXPLAINED,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -47,7 +64,7 @@ def add_parser(
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages (1)")
     parser.add_argument("--pp-rank", type=int, metavar="R", help="this stage (0)")
     parser.add_argument(
-        "--kv-dtype", metavar="DTYPE", help="auto, bf16, fp8_e4m3, nvfp4, ... (the model's own)"
+        "--kv-dtype", metavar="DTYPE", help="how the cache keeps its values; see below (auto)"
     )
     parser.add_argument("--page-size", type=int, metavar="TOKENS", help="tokens a page (64)")
     parser.add_argument(
@@ -59,7 +76,7 @@ def add_parser(
         "--override",
         action="append",
         metavar="FIELD=JSON",
-        help="put this in place of a field of the config; may be repeated",
+        help="put this in place of a field of the config, null to take it away; may be repeated",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -74,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     options = {name: value for name, value in given.items() if value is not None}
     described = _by_hand(told, options) if "planes" in told else _of_model(told, options)
     if args.json:
-        print(json.dumps(described, indent=2, ensure_ascii=False))
+        print(json_text(described))
     else:
         print("\n".join(_table(described)))
     return 0
@@ -90,18 +107,23 @@ def _by_hand(told: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, A
             f"only --page-size applies to them"
         )
     page_size = options.get("page_size", told.get("page_size"))
-    kept = {name: value for name, value in told.items() if name not in (*_DERIVED, "fingerprint")}
+    kept = {name: value for name, value in told.items() if name not in _DERIVED}
     if page_size is not None:
         kept["page_size"] = page_size
-    return _described(Geometry.from_dict(kept))
+    # Planes that a model's config gave are no surer for having been saved.
+    assumed = told.get("assumed", [])
+    if not isinstance(assumed, list) or not all(isinstance(one, str) for one in assumed):
+        raise GeometryError(f"assumed must be a list of texts, not {assumed!r}")
+    return _described(Geometry.from_dict(kept), assumed)
 
 
 def _of_model(told: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    from kvferry.geometry import Geometry
+    from kvferry.geometry import read_hf_config
 
     kwargs = dict(options)
     overrides = dict(_override(text) for text in kwargs.pop("override", ()))
-    return _described(Geometry.from_hf_config(told, overrides=overrides, **kwargs))
+    reading = read_hf_config(told, overrides=overrides, **kwargs)
+    return _described(reading.geometry, list(reading.assumed))
 
 
 def _override(text: str) -> tuple[str, Any]:
@@ -116,7 +138,7 @@ def _override(text: str) -> tuple[str, Any]:
         ) from bad
 
 
-def _described(geometry: Any) -> dict[str, Any]:
+def _described(geometry: Any, assumed: list[str]) -> dict[str, Any]:
     from kvferry.types import SlotKind
 
     return {
@@ -127,6 +149,7 @@ def _described(geometry: Any) -> dict[str, Any]:
         "state_bytes": geometry.state_bytes,
         "state_slot_bytes": geometry.slot_bytes(SlotKind.STATE),
         "fingerprint": geometry.fingerprint,
+        "assumed": assumed,
     }
 
 
@@ -166,6 +189,9 @@ def _table(described: Mapping[str, Any]) -> Sequence[str]:
         state, slot = described["state_bytes"], described["state_slot_bytes"]
         totals.append(("a checkpoint", f"{state:,} bytes, in a slot of {slot:,}"))
     totals.append(("fingerprint", described["fingerprint"]))
+    for number, text in enumerate(described["assumed"]):
+        first, *more = textwrap.wrap(text, _WIDTH - 14)
+        totals += [("" if number else "assumed", first), *(("", line) for line in more)]
     return [*lines, "", *(f"{name:<13} {text}" for name, text in totals)]
 
 

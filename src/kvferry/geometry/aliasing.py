@@ -1,39 +1,22 @@
 """Whether two layers of a pool share a byte.
 
 Layers may interleave without sharing anything (token_major keeps all layers between two rows of
-one), so address ranges alone do not tell. Three questions, cheapest first: do the ranges meet; if
-both step alike, does any step bring a piece of one onto a piece of the other; if they step
-differently, do their pieces, written out and sorted, meet.
+one), so address ranges alone do not tell. Layers whose ranges meet form a cluster, and of a cluster
+the cheap question comes first: layers that step alike repeat one pattern, so one step of it tells
+whether they keep apart. Only where that does not settle it are all runs of the cluster looked at.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from kvferry.errors import ViewError
+from kvferry.geometry.runs import Runs, find_shared_byte, runs_of
 
 if TYPE_CHECKING:
     from kvferry.geometry.view import LayerView
 
 __all__ = ["find_overlap"]
-
-# Sorting this many runs of bytes takes about a second; a pool beyond it is refused, not guessed at.
-_MAX_RUNS = 1 << 23
-
-
-class _Shape(NamedTuple):
-    """A view as runs of bytes: each `size` long, stepped over by `levels`, widest first."""
-
-    size: int
-    levels: tuple[tuple[int, int], ...]
-    """(stride, count) of every level that steps."""
-
-    @property
-    def num_runs(self) -> int:
-        return math.prod(count for _, count in self.levels)
 
 
 def find_overlap(
@@ -43,69 +26,99 @@ def find_overlap(
 
     With `sides`, a number for each view, only views of different sides are compared.
 
-    Raises ViewError when two views interleave with different strides and more rows than can be
-    compared.
+    Raises ViewError when views interleave in a way that takes more runs of bytes to compare than
+    can be.
     """
-    shapes = [_shape(view) for view in views]
-    apart = _groups_apart(views, shapes)
-    open_views: list[int] = []
-    for index in sorted(range(len(views)), key=lambda index: views[index].address):
-        start = views[index].address
-        open_views = [other for other in open_views if views[other].end > start]
-        for other in open_views:
-            if sides is not None and sides[other] == sides[index]:
-                continue
-            if shapes[other].levels == shapes[index].levels in apart:
-                continue
-            if _share_a_byte(start - views[other].address, shapes[other], shapes[index]):
-                return (other, index) if other < index else (index, other)
-        open_views.append(index)
+    told = range(len(views)) if sides is None else sides
+    every = [runs_of(view, index, told[index]) for index, view in enumerate(views)]
+    for cluster in _clusters(every):
+        suspects = _suspects(cluster)
+        if suspects is None:
+            continue
+        first, second = sorted(suspects, key=lambda runs: runs.view)
+        first, second = every[first.view], every[second.view]
+        same_steps = first.levels == second.levels
+        if same_steps and _meets(second.start - first.start, first.levels, first.size, second.size):
+            return first.view, second.view
+        found = find_shared_byte(cluster)
+        if found is not None:
+            return found
     return None
 
 
-def _shape(view: LayerView) -> _Shape:
-    levels = sorted(
-        (stride, count)
-        for stride, count in (
-            (view.block_stride, view.num_blocks),
-            (view.row_stride, view.block_rows),
-            (view.piece_stride, view.num_pieces),
-        )
-        if count > 1
+def _clusters(every: Sequence[Runs]) -> Iterator[list[Runs]]:
+    """Groups of views of more than one side whose address ranges meet, one with the next."""
+    cluster: list[Runs] = []
+    reached = 0
+    for runs in sorted(every, key=lambda runs: runs.start):
+        if cluster and runs.start >= reached:
+            if len({one.side for one in cluster}) > 1:
+                yield cluster
+            cluster, reached = [], runs.end
+        cluster.append(runs)
+        reached = max(reached, runs.end)
+    if len({one.side for one in cluster}) > 1:
+        yield cluster
+
+
+def _suspects(cluster: Sequence[Runs]) -> tuple[Runs, Runs] | None:
+    """None if no two views share a byte; otherwise two of different sides that may."""
+    unsettled = next((cluster[0], runs) for runs in cluster if runs.side != cluster[0].side)
+    stride = max((runs.levels[0][0] for runs in cluster if runs.levels), default=0)
+    if not stride:
+        return unsettled
+    step = _one_step(cluster, stride)
+    if step is None:
+        return unsettled
+    for inner in _clusters(step):
+        found = _suspects(inner)
+        if found is not None:
+            return found
+    return None
+
+
+def _one_step(cluster: Sequence[Runs], stride: int) -> list[Runs] | None:
+    """Every view as it lies in one step of `stride`, or None if some view crosses every boundary.
+
+    What a view covers in any step is part of what is returned for it. So views apart in that step
+    are apart in all steps; those that meet there might do so in steps that one of them has not.
+    """
+    folded = [_folded(runs, stride) for runs in cluster]
+    # A boundary of steps may lie anywhere that no view crosses. Runs that fill less than a step
+    # come around to its begin; that must be left behind first.
+    boundary = _boundary(
+        [(one.start % stride, one.reach) for one, period in folded if period == stride], stride
     )
-    size = view.piece_size
-    while levels and levels[0][0] == size:
-        size *= levels.pop(0)[1]
-    return _Shape(size, tuple(reversed(levels)))
+    if boundary is None:
+        return None
+    placed = []
+    for one, period in folded:
+        within = (one.start - boundary) % period
+        if within + one.reach > stride:
+            return None
+        placed.append(one._replace(start=within))
+    return placed
 
 
-def _groups_apart(
-    views: Sequence[LayerView], shapes: Sequence[_Shape]
-) -> set[tuple[tuple[int, int], ...]]:
-    """The levels whose views all fit side by side into one step: the usual case, told quickly."""
-    groups: dict[tuple[tuple[int, int], ...], list[tuple[int, int]]] = {}
-    for view, shape in zip(views, shapes, strict=True):
-        groups.setdefault(shape.levels, []).append((view.address, view.address + shape.size))
-    apart = set()
-    for levels, runs in groups.items():
-        runs.sort()
-        if any(ended[1] > begun[0] for ended, begun in itertools.pairwise(runs)):
-            continue
-        # All of them together step like one view; that view must not reach into its next step.
-        covered = runs[-1][1] - runs[0][0]
-        for stride, count in reversed(levels):
-            if stride < covered:
-                break
-            covered += (count - 1) * stride
-        else:
-            apart.add(levels)
-    return apart
+def _folded(runs: Runs, stride: int) -> tuple[Runs, int]:
+    """`runs` in one step of `stride`, and the period at which it repeats: `stride` or a part."""
+    if runs.levels and runs.levels[0][0] == stride:
+        return runs._replace(levels=runs.levels[1:]), stride
+    if runs.reach > stride and runs.levels and stride % runs.levels[0][0] == 0:
+        period = runs.levels[0][0]
+        return runs._replace(levels=((period, stride // period), *runs.levels[1:])), period
+    return runs, stride
 
 
-def _share_a_byte(distance: int, lower: _Shape, upper: _Shape) -> bool:
-    if lower.levels == upper.levels:
-        return _meets(distance, lower.levels, lower.size, upper.size)
-    return _runs_meet(distance, lower, upper)
+def _boundary(parts: Sequence[tuple[int, int]], stride: int) -> int | None:
+    if any(reach > stride for _, reach in parts):
+        return None
+    reached = max((start + reach for start, reach in parts), default=0) - stride
+    for start, reach in sorted(parts):
+        if start >= reached:
+            return start
+        reached = max(reached, start + reach)
+    return None if parts else 0
 
 
 def _meets(
@@ -122,24 +135,3 @@ def _meets(
         for steps in (nearest - 1, nearest, nearest + 1, nearest + 2)
         if abs(steps) < count
     )
-
-
-def _runs_meet(distance: int, lower: _Shape, upper: _Shape) -> bool:
-    import numpy as np
-
-    if lower.num_runs + upper.num_runs > _MAX_RUNS:
-        raise ViewError(
-            f"two layers interleave in memory with different strides and {lower.num_runs} + "
-            f"{upper.num_runs} runs of bytes, more than the {_MAX_RUNS} that can be compared; "
-            f"register them as pools of their own, or give them the same strides"
-        )
-    starts, ends = [], []
-    for first, shape in ((0, lower), (distance, upper)):
-        begin = np.array([first], dtype=np.int64)
-        for stride, count in shape.levels:
-            begin = (begin[:, None] + np.arange(count, dtype=np.int64) * stride).ravel()
-        starts.append(begin)
-        ends.append(begin + shape.size)
-    begin, end = np.concatenate(starts), np.concatenate(ends)
-    order = np.argsort(begin, kind="stable")
-    return bool((end[order][:-1] > begin[order][1:]).any())

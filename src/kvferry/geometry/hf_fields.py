@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -10,12 +11,22 @@ from typing import Any
 
 from kvferry.errors import GeometryError, UnknownArchitectureError
 
-__all__ = ["BY_HAND", "Fields", "load_config", "text_fields"]
+__all__ = [
+    "BY_HAND",
+    "BY_OVERRIDE",
+    "Fields",
+    "load_config",
+    "refuse_unread",
+    "short",
+    "text_fields",
+]
 
 BY_HAND = (
     "give the planes by hand: Geometry.from_dict({'planes': [{'name': 'k', 'num_layers': 32, "
     "'element_size': 2048}, ...]}), or `kvferry geometry planes.json` with the same object"
 )
+
+BY_OVERRIDE = "with overrides= (--override on the command line)"
 
 _CONFIG_NAME = "config.json"
 _MAX_VALUE = 1 << 24
@@ -27,6 +38,11 @@ _NESTED = ("text_config", "thinker_config", "llm_config", "language_config", "la
 # What some published configs leave to the defaults of their model type. Only values that no other
 # field tells belong here.
 _LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
+    "dots3_note_text": {
+        "swa_kv_lora_rank": 1024,
+        "swa_head_dim": 256,
+        "swa_qk_nope_head_dim": 192,
+    },
     "gemma2": {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
     "gemma3_text": {
         "num_attention_heads": 8,
@@ -45,18 +61,46 @@ _TWICE_THE_WINDOW_HEADS = ("mimo_v2_flash",)
 
 
 class Fields:
-    """The fields of a config, or of one layer of it. A field that is null counts as absent."""
+    """The fields of a config, or of one layer of it. A field that is null counts as absent.
 
-    def __init__(self, told: Mapping[str, Any]) -> None:
+    What was read and what was assumed is noted, for these fields and all made from them by `over`.
+    """
+
+    def __init__(self, told: Mapping[str, Any], made_from: Fields | None = None) -> None:
         self._told = told
+        self._read: set[str] = set() if made_from is None else made_from._read
+        self._assumed: dict[str, str | None] = {} if made_from is None else made_from._assumed
+
+    @property
+    def read(self) -> frozenset[str]:
+        """The names that were looked for, there or not."""
+        return frozenset(self._read)
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """What `assume` was told, each once."""
+        found = self._assumed.items()
+        return tuple(what for what, of in found if of is None or of in self._read)
+
+    def unread(self) -> list[str]:
+        """The names of fields that are there and that nobody looked for."""
+        return [name for name in self._told if name not in self._read]
+
+    def assume(self, what: str, field: str | None = None) -> None:
+        """Note that the config does not tell `what`, a sentence without its full stop.
+
+        With `field` it counts only if that field is read.
+        """
+        self._assumed[what] = field
 
     def get(self, name: str) -> Any:
         """The field's value, or None."""
+        self._read.add(name)
         return self._told.get(name)
 
     def has(self, name: str) -> bool:
         """Whether the field is there and not null."""
-        return self._told.get(name) is not None
+        return self.get(name) is not None
 
     def first(self, *names: str) -> str | None:
         """The first of `names` that is there."""
@@ -68,7 +112,7 @@ class Fields:
         Raises UnknownArchitectureError when it is absent and there is no `default`, GeometryError
         when it is something else than such a number.
         """
-        value = self._told.get(name)
+        value = self.get(name)
         if value is None:
             if default is None:
                 raise missing(name)
@@ -77,7 +121,7 @@ class Fields:
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false; GeometryError for anything else."""
-        value = self._told.get(name)
+        value = self.get(name)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -86,21 +130,21 @@ class Fields:
 
     def sequence(self, name: str) -> Sequence[Any]:
         """A list; GeometryError for anything else."""
-        value = self._told.get(name)
+        value = self.get(name)
         if not isinstance(value, list | tuple):
             raise GeometryError(f"config field {name} must be a list, not {value!r}")
         return value
 
     def over(self, more: Mapping[str, Any]) -> Fields:
         """These fields with those of `more` in their place."""
-        return Fields({**self._told, **more}) if more else self
+        return Fields({**self._told, **more}, self) if more else self
 
 
 def missing(*names: str) -> UnknownArchitectureError:
     """The error for a config that does not tell what `names` would have told."""
     return UnknownArchitectureError(
         f"this config does not describe a KV cache that kvferry can read; missing fields: "
-        f"{', '.join(names)}. Add them with overrides=, or {BY_HAND}"
+        f"{', '.join(names)}. Add them {BY_OVERRIDE}, or {BY_HAND}"
     )
 
 
@@ -109,9 +153,21 @@ def check_integer(name: str, value: Any, low: int = 1) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= _MAX_VALUE:
         raise GeometryError(
             f"config field {name} must be a whole number from {low} to {_MAX_VALUE}, "
-            f"not {_short(value)}"
+            f"not {short(value)}"
         )
     return value
+
+
+def refuse_unread(fields: Fields, overrides: Mapping[str, Any]) -> None:
+    """Raise GeometryError for an override that nothing looked for: it would change nothing."""
+    for name in overrides:
+        if name not in fields.read:
+            close = difflib.get_close_matches(str(name), sorted(fields.read), n=3, cutoff=0.5)
+            hint = f"; close to it and read are: {', '.join(close)}" if close else ""
+            raise GeometryError(
+                f"nothing reads the config field {short(name)} of this model with these options, "
+                f"so putting {short(overrides[name])} there would change nothing{hint}"
+            )
 
 
 def load_config(config: Any) -> Mapping[str, Any]:
@@ -152,36 +208,43 @@ def text_fields(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Fiel
                 f"not {type(nested).__name__}"
             )
         outer, inner = {**outer, **inner}, nested
-    told = dict(inner)
+    told: dict[str, Any] = dict(inner)
     for name in ("dtype", "torch_dtype"):
         if told.get("dtype") is None and told.get("torch_dtype") is None and outer.get(name):
             told[name] = outer[name]
+    if told.get("quantization_config") is None and outer.get("quantization_config"):
+        told["quantization_config"] = outer["quantization_config"]
+    told |= overrides
     model_type = told.get("model_type")
-    if isinstance(model_type, str):
-        told = {**_LEFT_OUT.get(model_type, {}), **told}
-    fields = Fields({**told, **overrides})
+    left_out = _LEFT_OUT.get(model_type, {}) if isinstance(model_type, str) else {}
+    fields = Fields({**left_out, **told})
+    for name in sorted(set(left_out) - set(told)):
+        what = f"{name} is {left_out[name]}, as {model_type} has it where nothing is told"
+        fields.assume(what, name)
     is_twice = fields.get("model_type") in _TWICE_THE_WINDOW_HEADS
     if is_twice and fields.has("num_key_value_heads") and not fields.has("swa_num_key_value_heads"):
         heads = 2 * fields.integer("num_key_value_heads")
+        fields.assume(f"swa_num_key_value_heads is {heads}, twice num_key_value_heads")
         fields = fields.over({"swa_num_key_value_heads": heads})
     return fields
 
 
 def _read_json(path: Path) -> Any:
-    if path.is_dir():
-        path = path / _CONFIG_NAME
     try:
+        if path.is_dir():
+            path = path / _CONFIG_NAME
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as bad:
         raise GeometryError(
-            f"cannot read the model config {str(path)!r}: {bad.strerror or bad}; "
+            f"cannot read the model config {short(str(path))}: {bad.strerror or bad}; "
             f"give the path of a {_CONFIG_NAME} or of the folder that holds it"
         ) from bad
     except (ValueError, RecursionError) as bad:
-        raise GeometryError(f"{str(path)!r} is not a JSON file: {_short(bad)}") from bad
+        raise GeometryError(f"{str(path)!r} is not a JSON file: {short(bad)}") from bad
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """`value` as a message shows it: at most 80 characters of it."""
     try:
         text = str(value) if isinstance(value, Exception) else repr(value)
     except ValueError:  # an int of more digits than Python agrees to print

@@ -27,6 +27,9 @@ class KVFormat:
     keeps_row_scales: bool = False
     """Whether a sparse-attention latent row carries its own fp32 scales and a 16-bit rope part."""
 
+    latent_rows_only: bool = False
+    """Whether latent rows with their own scales are all that it is: no keys and values."""
+
     def payload_bytes(self, num_values: int, what: str) -> int:
         """Bytes of `num_values` values; GeometryError names `what` if they end inside a byte."""
         whole, left = divmod(num_values * self.bits, 8)
@@ -55,6 +58,7 @@ _FORMATS = (
     KVFormat(name="fp8_e4m3", bits=8, keeps_row_scales=True),
     KVFormat(name="fp8_e5m2", bits=8),
     KVFormat(name="fp8_per_tensor", bits=8),
+    KVFormat(name="fp8_ds_mla", bits=8, keeps_row_scales=True, latent_rows_only=True),
     KVFormat(name="nvfp4", bits=4, scale_block=16),
     KVFormat(name="mxfp8", bits=8, scale_block=32),
 )

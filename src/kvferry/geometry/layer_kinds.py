@@ -12,8 +12,9 @@ from typing import Any
 
 from kvferry.errors import GeometryError, UnknownArchitectureError
 from kvferry.geometry.hf_fields import BY_HAND, Fields, check_integer, missing
+from kvferry.geometry.model_types import assume_plain_attention
 
-__all__ = ["LayerKind", "draft_count", "indexed_layers", "layer_kinds", "refuse_unknown"]
+__all__ = ["INDEXED_NAMES", "LayerKind", "draft_count", "layer_kinds", "refuse_unknown"]
 
 
 class LayerKind(enum.Enum):
@@ -25,9 +26,12 @@ class LayerKind(enum.Enum):
     SHARED = "shared"
 
 
+INDEXED_NAMES = ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
+"""Names in `layer_types` of layers that choose their tokens with an indexer."""
+
 _KIND_NAMES = {
     "full_attention": LayerKind.FULL,
-    "indexed_attention": LayerKind.FULL,
+    **dict.fromkeys(INDEXED_NAMES, LayerKind.FULL),
     "sliding_attention": LayerKind.WINDOW,
     "chunked_attention": LayerKind.WINDOW,
     "linear_attention": LayerKind.LINEAR,
@@ -56,6 +60,7 @@ _NOT_UNDERSTOOD = (
     "mamba_d_ssm",
     "mamba_d_state",
     "mamba_num_heads",
+    "mb_per_layer",
     "multi_query",
     "multi_query_attention",
     "multi_query_group_num",
@@ -66,6 +71,7 @@ _NOT_UNDERSTOOD = (
     "num_kv_groups",
     "num_kv_heads",
     "num_query_groups",
+    "ple_layer_ids",
     "sconv_kernel_size",
     "ssm_state_size",
     "state_size",
@@ -83,6 +89,22 @@ _NEEDS_KINDS = (
     "linear_num_heads",
 )
 
+# Other names for the width of a head. Without head_dim they would have to be read, and which of
+# them a model goes by is not to be guessed.
+_OTHER_WIDTHS = (
+    "attention_head_dim",
+    "attention_head_size",
+    "d_head",
+    "d_kv",
+    "head_size",
+    "key_size",
+    "qk_head_dim",
+    "qk_nope_head_dim",
+    "size_per_head",
+)
+
+_WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size")
+
 _DRAFT_COUNTS = (
     "num_nextn_predict_layers",
     "mtp_num_hidden_layers",
@@ -99,6 +121,12 @@ def refuse_unknown(fields: Fields) -> None:
         found.append("attn_type_list")
     if fields.has("index_head_dim") and not fields.has("kv_lora_rank"):
         found.append("index_head_dim without kv_lora_rank")
+    if not fields.has("kv_lora_rank") and not fields.has("head_dim"):
+        widths = [name for name in _OTHER_WIDTHS if fields.get(name)]
+        found += [f"{name} without head_dim" for name in widths]
+    if fields.integer("number_of_conv_states", 1) > 1:
+        found.append("number_of_conv_states")
+    found += [f"{name} as a list" for name in _WINDOWS if isinstance(fields.get(name), list)]
     if found:
         raise UnknownArchitectureError(
             f"this config describes a cache that kvferry has no rule for (model_type "
@@ -138,28 +166,6 @@ def layer_kinds(fields: Fields, num_layers: int, num_draft: int) -> tuple[LayerK
     return (*kinds, *(drafts or [LayerKind.FULL] * num_draft))
 
 
-def indexed_layers(fields: Fields, num_layers: int) -> frozenset[int]:
-    """The layers that keep an indexer key of their own; the others reuse an earlier layer's pick.
-
-    Told by `indexer_types` ("full" or "shared" a layer), by `index_topk_pattern` ("F" or "S" a
-    layer), or by `index_topk_freq` with `index_skip_topk_offset`; otherwise every layer keeps one.
-    """
-    name = fields.first("indexer_types", "index_topk_pattern")
-    if name is None:
-        every = fields.integer("index_topk_freq", 1)
-        offset = fields.integer("index_skip_topk_offset", 2, low=0)
-        return frozenset(i for i in range(num_layers) if max(i - offset + 1, 0) % every == 0)
-    value = fields.get(name)
-    told = list(value) if isinstance(value, str) else fields.sequence(name)
-    bad = sorted({repr(one) for one in told if one not in ("full", "shared", "F", "S")})
-    if bad or len(told) < num_layers:
-        raise GeometryError(
-            f"config field {name} must say full or shared (F or S) for each of {num_layers} "
-            f"layers; it has {len(told)} entries{' and ' + ', '.join(bad) if bad else ''}"
-        )
-    return frozenset(i for i in range(num_layers) if told[i] in ("full", "F"))
-
-
 def _told_kinds(fields: Fields, num_layers: int) -> Sequence[LayerKind]:
     if fields.has("layer_types"):
         return _checked("layer_types", fields, num_layers, _named_kinds)
@@ -173,6 +179,7 @@ def _told_kinds(fields: Fields, num_layers: int) -> Sequence[LayerKind]:
     has_window = fields.first("sliding_window", "sliding_window_size") is not None
     if not has_window or not fields.flag("use_sliding_window", True):
         _need_kinds(fields)
+        assume_plain_attention(fields)
         return [LayerKind.FULL] * num_layers
     name = fields.first(
         "sliding_window_pattern", "_sliding_window_pattern", "global_attn_every_n_layers"
@@ -186,6 +193,7 @@ def _told_kinds(fields: Fields, num_layers: int) -> Sequence[LayerKind]:
         first = min(fields.integer("max_window_layers", low=0), num_layers)
         return [LayerKind.FULL] * first + [LayerKind.WINDOW] * (num_layers - first)
     _need_kinds(fields)
+    fields.assume("every layer keeps all tokens: there is a window, but not which layers have it")
     return [LayerKind.FULL] * num_layers
 
 

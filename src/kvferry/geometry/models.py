@@ -1,7 +1,8 @@
 """The geometry of a model on one rank, from its Hugging Face config.
 
-The rules go by the fields a config has; the name of a model decides nothing but a few defaults
-that published configs leave out. The planes they give:
+The rules go by the fields a config has. The name of a model decides a few defaults that published
+configs leave out, and whether a field that no rule reads is a reason to refuse (`model_types`). The
+planes they give:
 
     k, v                        layers that keep every token
     k_window, v_window          layers that keep a sliding window or an attention chunk
@@ -13,37 +14,49 @@ that published configs leave out. The planes they give:
 Layers of one kind that differ in width or window get planes of their own (``k``, ``k_2``, …), in
 the order of their first layer. `Plane.layer_ids` are layers of the whole model, also on a pipeline
 stage; draft layers count on after the last one. A window is told in tokens, the token that attends
-included, so `HitRule.last` never asks for too few.
+included, so `HitRule.last` never asks for too few. An encoder, which keeps no cache, is refused
+where a field tells it from a decoder; where none does, it is read as if it were one.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvferry.errors import GeometryError
-from kvferry.geometry.hf_fields import Fields, load_config, missing, text_fields
+from kvferry.geometry.hf_fields import (
+    BY_OVERRIDE,
+    Fields,
+    load_config,
+    missing,
+    refuse_unread,
+    text_fields,
+)
+from kvferry.geometry.indexer import indexer_layers
 from kvferry.geometry.kv_dtype import kv_format
 from kvferry.geometry.layer_cells import (
     FIELDS_OF_KIND,
     Cell,
     Rank,
+    cache_format,
     index_cell,
     layer_cells,
-    model_format,
+    without_latents_if_told,
 )
 from kvferry.geometry.layer_kinds import (
     LayerKind,
     draft_count,
-    indexed_layers,
     layer_kinds,
     refuse_unknown,
 )
+from kvferry.geometry.model_types import refuse_suspicious
+from kvferry.geometry.no_cache import refuse_encoder
+from kvferry.geometry.per_layer import per_layer_fields, refuse_unread_lists
 from kvferry.geometry.sharding import replicated, stage_layers
 from kvferry.geometry.spec import DEFAULT_PAGE_SIZE, Geometry, HitRule, Plane
 
-__all__ = ["DRAFT_LAYERS", "geometry_from_hf_config"]
+__all__ = ["DRAFT_LAYERS", "ConfigReading", "geometry_from_hf_config", "read_hf_config"]
 
 DRAFT_LAYERS: tuple[str, ...] = ("none", "layers", "planes")
 """What ``draft_layers=`` takes."""
@@ -54,7 +67,20 @@ _PLANE_ORDER = ("k", "v", "k_window", "v_window", "latent", "latent_window", "in
 _STATE_ORDER = ("conv_state", "recurrent_state")
 
 
-def geometry_from_hf_config(
+class ConfigReading(NamedTuple):
+    """What a config says, and what it does not."""
+
+    geometry: Geometry
+    assumed: tuple[str, ...]
+    """What the config does not tell and was taken for granted, in sentences without a full stop."""
+
+
+def geometry_from_hf_config(config: Any, **options: Any) -> Geometry:
+    """The geometry alone; arguments and errors as for `read_hf_config`."""
+    return read_hf_config(config, **options).geometry
+
+
+def read_hf_config(
     config: Mapping[str, Any] | str | os.PathLike[str] | Any,
     *,
     tp: int = 1,
@@ -65,7 +91,7 @@ def geometry_from_hf_config(
     page_size: int = DEFAULT_PAGE_SIZE,
     draft_layers: str = "none",
     overrides: Mapping[str, Any] | None = None,
-) -> Geometry:
+) -> ConfigReading:
     """The planes that one rank of a model caches.
 
     Args:
@@ -77,18 +103,22 @@ def geometry_from_hf_config(
         pp: pipeline stages; layers are split contiguously, and the first ``num_layers % pp``
             stages get one more.
         pp_rank: this stage. Draft layers belong to the last.
-        kv_dtype: None or ``auto`` for the model's own dtype (bf16 if the config tells none), or a
-            name from `kvferry.geometry.kv_dtype.KV_DTYPES`. With sparse-attention latents
-            ``fp8_e4m3`` means rows with their own scales (512 + 16 + 128 = 656 bytes),
-            ``fp8_per_tensor`` rows without (576). Indexer keys are fp8 with a scale, and states
-            keep the model's dtype, whatever this says.
+        kv_dtype: None or ``auto`` for what `quantization_config` says of the cache, or else the
+            model's own dtype (bf16 if the config tells none); or a name from
+            `kvferry.geometry.kv_dtype.KV_DTYPES`. With sparse-attention latents ``fp8_e4m3`` means
+            rows with their own scales (512 + 16 + 128 = 656 bytes), ``fp8_per_tensor`` rows without
+            (576). ``fp8_ds_mla`` means the former in any latent row, and nothing else. Indexer keys
+            are fp8 with a scale beside latents, in the model's dtype without; states keep the
+            model's dtype, whatever this says.
         page_size: tokens a page.
         draft_layers: ``none``, ``layers`` (further layers of the same planes) or ``planes``
             (planes of their own, named ``draft_…``).
-        overrides: config fields to put in place of the config's own, of the language model's part.
+        overrides: config fields to put in place of the config's own, of the language model's part;
+            None takes a field away. Each must be one that the rules read.
 
-    Raises GeometryError for a value that cannot be, naming its field, and UnknownArchitectureError
-    when the config does not tell enough, naming what is missing.
+    Raises GeometryError for a value that cannot be, naming its field, and for an override that
+    changes nothing; UnknownArchitectureError when the config does not tell enough, naming what is
+    missing, or when an unknown model type tells of more than plain attention, naming the field.
     """
     if overrides is not None and not isinstance(overrides, Mapping):
         raise GeometryError(
@@ -97,7 +127,9 @@ def geometry_from_hf_config(
     if draft_layers not in DRAFT_LAYERS:
         raise GeometryError(f"draft_layers {draft_layers!r} is none of: {', '.join(DRAFT_LAYERS)}")
     fields = text_fields(load_config(config), overrides or {})
+    fields = without_latents_if_told(fields)
     refuse_unknown(fields)
+    refuse_encoder(fields)
     absent = [n for n in ("num_hidden_layers", "num_attention_heads") if not fields.has(n)]
     if absent:
         raise missing(*absent)
@@ -110,13 +142,13 @@ def geometry_from_hf_config(
     if draft_layers != "none" and not num_draft:
         raise GeometryError(
             f"draft_layers={draft_layers!r}, but this config has no draft layers; "
-            f"add num_nextn_predict_layers with overrides=, or ask for draft_layers='none'"
+            f"add num_nextn_predict_layers {BY_OVERRIDE}, or ask for draft_layers='none'"
         )
     if num_draft > _MAX_LAYERS:
         raise GeometryError(f"{num_draft} draft layers are more than {_MAX_LAYERS}")
 
     is_auto = kv_dtype is None or kv_dtype == "auto"
-    rank = Rank(tp, tp_rank, model_format(fields) if is_auto else kv_format(kv_dtype))
+    rank = Rank(tp, tp_rank, cache_format(fields) if is_auto else kv_format(kv_dtype))
     kinds = layer_kinds(fields, num_layers, num_draft)
     planes = _Planes()
     for layer, cell in _cells(fields, kinds, num_layers, rank):
@@ -131,7 +163,12 @@ def geometry_from_hf_config(
             f"pipeline stage {pp_rank} of {pp} has layers {stage.first} to {stage.stop - 1}, "
             f"none of which keeps a cache; choose a smaller pp"
         )
-    return Geometry(planes=found, page_size=page_size)
+    put = {name: value for name, value in (overrides or {}).items() if value is not None}
+    refuse_unread(fields, put)
+    refuse_suspicious(fields)
+    refuse_unread_lists(fields, num_layers)
+    refuse_unread(fields, overrides or {})
+    return ConfigReading(Geometry(planes=found, page_size=page_size), fields.assumed)
 
 
 class _Planes:
@@ -177,38 +214,17 @@ def _ordered_names() -> Sequence[str]:
 def _cells(
     fields: Fields, kinds: Sequence[LayerKind], num_layers: int, rank: Rank
 ) -> Iterator[tuple[int, Cell]]:
-    per_layer = _per_layer_fields(fields)
-    if per_layer:
+    if fields.get("per_layer_config"):
         # Such a config tells the widths of odd layers there, and nowhere else.
         fields = fields.over(dict.fromkeys(FIELDS_OF_KIND))
-    indexed: set[int] = set()
-    if fields.has("index_head_dim"):
-        # A draft layer runs its own indexer, whatever the layers before it share.
-        indexed = {*indexed_layers(fields, num_layers), *range(num_layers, len(kinds))}
+    per_layer = per_layer_fields(fields, num_layers, len(kinds))
+    indexer = indexer_layers(fields, kinds, num_layers)
     for layer, kind in enumerate(kinds):
-        here = fields.over(per_layer.get(layer, {}))
+        here = per_layer.get(layer, fields)
         if kind is LayerKind.SHARED:
             continue
-        cells = layer_cells(here, kind, rank)
-        if layer in indexed and kind is not LayerKind.LINEAR:
+        cells = layer_cells(here, kind, rank, is_sparse=layer in indexer.sparse)
+        if layer in indexer.keyed:
             cells.append(index_cell(here))
         for cell in cells:
             yield layer, cell
-
-
-def _per_layer_fields(fields: Fields) -> Mapping[int, Mapping[str, Any]]:
-    told = fields.get("per_layer_config") or {}
-    if not isinstance(told, Mapping):
-        raise GeometryError(
-            f"config field per_layer_config must map layers to fields, not {type(told).__name__}"
-        )
-    found: dict[int, Mapping[str, Any]] = {}
-    for layer, more in told.items():
-        text = str(layer)
-        if not (text.isascii() and text.isdigit()) or not isinstance(more, Mapping):
-            raise GeometryError(
-                f"config field per_layer_config must map layer numbers to fields; "
-                f"it has {layer!r}: {type(more).__name__}"
-            )
-        found[int(text)] = more
-    return found

@@ -13,21 +13,20 @@ An element is its pieces in order. Everything is arithmetic; no tensor library i
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvferry.errors import ViewError
+from kvferry.errors import GeometryError, ViewError
 from kvferry.geometry.aliasing import find_overlap
+from kvferry.geometry.element_dims import SlotDims, split_dims
 from kvferry.geometry.spec import Geometry, Plane
-from kvferry.geometry.storage import Storage, describe_storage
+from kvferry.geometry.storage import RegisteredStorage, Storage, describe_storage
 
 __all__ = ["LayerView", "PoolView", "SlotDims"]
 
-SlotDims = Sequence[int]
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class LayerView:
     """One layer of one plane in a pool. Sizes and strides are bytes, `num_rows` counts elements."""
 
@@ -47,8 +46,8 @@ class LayerView:
     name: str = dataclasses.field(default="view", compare=False)
     """How error messages call it."""
 
-    owner: Any = dataclasses.field(default=None, repr=False, compare=False)
-    """Keeps the storage alive for as long as the view."""
+    registered: RegisteredStorage | None = dataclasses.field(default=None, compare=False)
+    """The storage as it was found, kept alive for as long as the view. None: made from numbers."""
 
     def __post_init__(self) -> None:
         if min(self.num_rows, self.block_rows, self.num_pieces, self.piece_size) < 1:
@@ -74,6 +73,14 @@ class LayerView:
                     f"{covered}; they would overlap, so check the tensor's strides and slot_dims"
                 )
             covered += (count - 1) * stride
+
+    def __repr__(self) -> str:
+        pieces = f"{self.num_pieces} x {self.piece_size}" if self.num_pieces != 1 else ""
+        blocks = f", {self.block_rows} a block" if self.block_rows != self.num_rows else ""
+        return (
+            f"LayerView({self.name}: {self.num_rows} rows of {pieces or self.piece_size} bytes"
+            f"{blocks}, {self.device})"
+        )
 
     @property
     def element_size(self) -> int:
@@ -106,6 +113,20 @@ class LayerView:
         return self.address + block * self.block_stride + within * self.row_stride
 
     @property
+    def owner(self) -> Any:
+        """What keeps the memory alive: a torch storage, a numpy array, or None."""
+        return None if self.registered is None else self.registered.owner
+
+    def still_there(self) -> bool:
+        """Whether the memory is where it was when the view was made.
+
+        A view keeps its storage alive, but ``resize_`` may move it, and ``tensor.data = …`` or
+        ``set_`` may give the tensor another one. Then this is False: leave the rows alone and make
+        the view anew. A view made from numbers cannot tell, and counts as there.
+        """
+        return self.registered is None or self.registered.still_there()
+
+    @property
     def rows_are_contiguous(self) -> bool:
         """Whether neighbouring rows of a block are one run of bytes."""
         return self.num_pieces == 1 and self.row_stride == self.piece_size
@@ -127,10 +148,11 @@ class LayerView:
         Raises:
             ViewError: The tensor has no strided storage, a stride of 0 or less, rows that overlap,
                 bytes outside its storage, or an element that is not evenly spaced pieces. The
-                message names the dimension.
+                message names the dimension. Also where a tensor's values are not the bytes in its
+                memory (fake, conjugated, negated, masked), or `slot_dims` are no dimensions.
         """
         storage = describe_storage(tensor, what)
-        slots, pieces = _split_dims(storage, slot_dims, what)
+        slots, pieces = split_dims(storage, slot_dims, what)
         view = cls(
             address=storage.address,
             num_rows=slots.rows,
@@ -142,13 +164,13 @@ class LayerView:
             piece_stride=pieces.stride,
             device=storage.device,
             name=what,
-            owner=tensor,
+            registered=storage.registered,
         )
         _check_bounds(view, storage)
         return view
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PoolView:
     """All layers of some or all planes of a geometry, on one device.
 
@@ -163,12 +185,13 @@ class PoolView:
     group or another). Then only the layers of one plane are checked against each other."""
 
     def __post_init__(self) -> None:
+        _check_mapping("the layers of a pool", self.layers, "sequences of LayerView")
         layers = {name: tuple(views) for name, views in self.layers.items()}
         object.__setattr__(self, "layers", layers)
         if not layers:
             raise ViewError("a pool needs the views of at least one plane; got none")
         for name, views in layers.items():
-            _check_plane(self.geometry.plane(name), views)
+            _check_plane(_known_plane(self.geometry, name), views)
         devices = sorted({view.device for views in layers.values() for view in views})
         if len(devices) > 1:
             raise ViewError(
@@ -185,6 +208,13 @@ class PoolView:
                     f"shared_storage=True if planes share blocks on purpose"
                 )
 
+    def __repr__(self) -> str:
+        planes = [
+            f"{name}: {len(views)} x {views[0].num_rows} rows of {views[0].element_size} bytes"
+            for name, views in self.layers.items()
+        ]
+        return f"PoolView({', '.join(planes)}; {self.device})"
+
     @property
     def device(self) -> str:
         """The device all tensors lie on, such as ``cpu`` or ``cuda:0``."""
@@ -197,6 +227,23 @@ class PoolView:
     def num_rows(self, plane: str) -> int:
         """How many rows every layer of `plane` has."""
         return self.layers[plane][0].num_rows
+
+    @functools.cached_property
+    def _registered(self) -> tuple[RegisteredStorage, ...]:
+        found = {
+            id(one): one
+            for views in self.layers.values()
+            for one in (view.registered for view in views)
+            if one is not None
+        }
+        return tuple(found.values())
+
+    def still_there(self) -> bool:
+        """Whether all memory is where it was; see `LayerView.still_there`.
+
+        Takes about a microsecond a registered tensor; one tensor for all layers counts once.
+        """
+        return all(one.still_there() for one in self._registered)
 
     def overlap_with(self, other: PoolView) -> tuple[str, str] | None:
         """The names of a layer of this pool and one of `other` that share a byte, or None."""
@@ -229,111 +276,71 @@ class PoolView:
         Raises:
             ViewError: As for `LayerView.from_tensor` and the class.
         """
+        _check_mapping("tensors", tensors, "tensors, or lists of them")
         layers: dict[str, tuple[LayerView, ...]] = {}
         for name, given in tensors.items():
-            plane = geometry.plane(name)
+            plane = _known_plane(geometry, name)
+            if isinstance(slot_dims, Mapping) and name not in slot_dims:
+                raise ViewError(
+                    f"slot_dims has {', '.join(map(repr, slot_dims)) or 'no plane'}, but nothing "
+                    f"for plane {name!r}; give the dimensions that count its rows, such as (0,)"
+                )
             dims = slot_dims[name] if isinstance(slot_dims, Mapping) else slot_dims
-            layers[name] = tuple(
-                LayerView.from_tensor(tensor, slot_dims=dims, what=f"plane {name!r}, layer {layer}")
-                for layer, tensor in enumerate(_layer_tensors(plane, given, layer_dim))
-            )
+            if isinstance(given, Sequence):
+                views = [_layer_view(plane, layer, one, dims) for layer, one in enumerate(given)]
+            else:
+                views = list(_views_of_one(plane, given, layer_dim, dims))
+            layers[name] = tuple(views)
         return cls(geometry, layers, shared_storage)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Slots:
-    rows: int
-    row_stride: int
-    block_rows: int
-    block_stride: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pieces:
-    count: int
-    size: int
-    stride: int
-
-
-def _layer_tensors(plane: Plane, given: Any, layer_dim: int) -> Iterable[Any]:
-    if isinstance(given, Sequence):
-        return given
-    shape = getattr(given, "shape", None)
-    if shape is None:
+def _check_mapping(what: str, given: Any, values: str) -> None:
+    if not isinstance(given, Mapping):
         raise ViewError(
-            f"plane {plane.name!r}: {type(given).__name__} is neither a tensor nor a list of them"
+            f"{what} must be a mapping of plane names to {values}, not {type(given).__name__}"
         )
-    shape = tuple(shape)
-    if not -len(shape) <= layer_dim < len(shape) or shape[layer_dim] != plane.num_layers:
+
+
+def _known_plane(geometry: Geometry, name: str) -> Plane:
+    try:
+        return geometry.plane(name)
+    except GeometryError as bad:
+        raise ViewError(f"{bad}; give tensors for these only") from bad
+
+
+def _views_of_one(
+    plane: Plane, given: Any, layer_dim: int, slot_dims: SlotDims
+) -> Iterator[LayerView]:
+    what = f"plane {plane.name!r}"
+    if not hasattr(given, "untyped_storage") and getattr(given, "shape", None) is None:
+        raise ViewError(f"{what}: {type(given).__name__} is neither a tensor nor a list of them")
+    whole = describe_storage(given, what)
+    rank = len(whole.shape)
+    is_dim = isinstance(layer_dim, int) and -rank <= layer_dim < rank
+    if not is_dim or whole.shape[layer_dim] != plane.num_layers:
         raise ViewError(
-            f"plane {plane.name!r}: one tensor of shape {shape} should keep {plane.num_layers} "
-            f"layers along dimension {layer_dim}; give layer_dim, or a list of tensors"
+            f"{what}: one tensor of shape {whole.shape} should keep {plane.num_layers} "
+            f"layers along dimension {layer_dim!r}; give layer_dim, or a list of tensors"
         )
-    index: list[Any] = [slice(None)] * len(shape)
-    tensors = []
+    index: list[Any] = [slice(None)] * rank
     for layer in range(plane.num_layers):
         index[layer_dim] = layer
-        tensors.append(given[tuple(index)])
-    return tensors
+        view = _layer_view(plane, layer, given[tuple(index)], slot_dims)
+        # The slice is gone at once. It is the whole tensor whose memory may be replaced.
+        yield dataclasses.replace(view, registered=whole.registered)
 
 
-def _split_dims(storage: Storage, slot_dims: SlotDims, what: str) -> tuple[_Slots, _Pieces]:
-    rank = len(storage.shape)
-    dims = [dim + rank if dim < 0 else dim for dim in slot_dims]
-    if (
-        len(dims) not in (1, 2)
-        or len(set(dims)) != len(dims)
-        or not all(0 <= d < rank for d in dims)
-    ):
+def _layer_view(plane: Plane, layer: int, tensor: Any, slot_dims: SlotDims) -> LayerView:
+    what = f"plane {plane.name!r}, layer {layer}"
+    view = LayerView.from_tensor(tensor, slot_dims=slot_dims, what=what)
+    if view.element_size != plane.element_size:
         raise ViewError(
-            f"{what}: slot_dims {tuple(slot_dims)} must name one or two different dimensions of "
-            f"shape {storage.shape}"
+            f"{what}: slot_dims {tuple(slot_dims)} make a tensor of shape {tuple(tensor.shape)} "
+            f"and {tensor.dtype} {view.num_rows} rows of {view.element_size} bytes, but a row of "
+            f"the geometry has {plane.element_size}; name the dimensions that count tokens, such "
+            f"as (0, 2) in [blocks, heads, block, dim], and check the dtype"
         )
-    for dim, (size, stride) in enumerate(zip(storage.shape, storage.strides, strict=True)):
-        if size < 1:
-            raise ViewError(f"{what}: dimension {dim} of shape {storage.shape} is empty")
-        if size > 1 and stride <= 0:
-            raise ViewError(
-                f"{what}: dimension {dim} of shape {storage.shape} has stride {stride}; an "
-                f"expanded or flipped tensor has no rows of its own: pass contiguous storage"
-            )
-    sizes = [storage.shape[dim] for dim in dims]
-    strides = [storage.strides[dim] for dim in dims]
-    element = [
-        (storage.shape[dim], storage.strides[dim], dim) for dim in range(rank) if dim not in dims
-    ]
-    return _slots_of(sizes, strides), _pieces_of(element, storage, what)
-
-
-def _slots_of(sizes: list[int], strides: list[int]) -> _Slots:
-    rows = math.prod(sizes)
-    if len(sizes) == 2 and sizes[0] > 1 and sizes[1] > 1:
-        evenly_spaced = strides[0] == sizes[1] * strides[1]
-        if not evenly_spaced:
-            return _Slots(rows, strides[1], sizes[1], strides[0])
-        return _Slots(rows, strides[1], rows, rows * strides[1])
-    stride = next((t for s, t in zip(sizes, strides, strict=True) if s > 1), strides[-1])
-    return _Slots(rows, stride, rows, rows * stride)
-
-
-def _pieces_of(element: list[tuple[int, int, int]], storage: Storage, what: str) -> _Pieces:
-    size = storage.item_size
-    kept = [dim for dim in element if dim[0] > 1]
-    while kept and kept[-1][1] == size:
-        size *= kept.pop()[0]
-    if not kept:
-        return _Pieces(1, size, size)
-    count, stride, _ = kept.pop()
-    while kept:
-        outer_count, outer_stride, dim = kept.pop()
-        if outer_stride != count * stride:
-            raise ViewError(
-                f"{what}: dimension {dim} of shape {storage.shape} (stride {outer_stride}) breaks "
-                f"the even spacing of an element's pieces (expected {count * stride}); register "
-                f"its parts as planes of their own"
-            )
-        count *= outer_count
-    return _Pieces(count, size, stride)
+    return view
 
 
 def _check_bounds(view: LayerView, storage: Storage) -> None:
@@ -355,6 +362,11 @@ def _check_plane(plane: Plane, views: Sequence[LayerView]) -> None:
             f"plane {plane.name!r} has {plane.num_layers} layers, but {len(views)} were given"
         )
     for layer, view in enumerate(views):
+        if not isinstance(view, LayerView):
+            raise ViewError(
+                f"plane {plane.name!r}, layer {layer}: {type(view).__name__} is no LayerView; "
+                f"make one with LayerView.from_tensor"
+            )
         if view.element_size != plane.element_size:
             raise ViewError(
                 f"plane {plane.name!r}, layer {layer}: a row of the tensor is {view.element_size} "

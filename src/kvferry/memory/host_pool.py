@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, SupportsIndex
 
@@ -29,8 +29,8 @@ from kvferry.memory.pin_driver import ContextPinDriver
 from kvferry.memory.pinned import pinned_already, register
 from kvferry.memory.reading import MemoryReading, read_memory
 from kvferry.memory.registration import PinDriver, Registration
-from kvferry.memory.slot_owners import SlotOwner, SlotOwners
-from kvferry.memory.slot_runs import SlotRun, whole_number
+from kvferry.memory.slot_owners import SlotOwner, SlotOwners, free_slots_named, why_in_use
+from kvferry.memory.slot_runs import SlotRun, Slots, whole_number
 from kvferry.types import SlotKind
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ class HostPool:
         )
         self._owners = SlotOwners(self._num_slots)
         self._registration: Registration | None = None
+        self._owner_codes = np.frombuffer(self._owners.codes, dtype=np.uint8)
         self._lease_lock = threading.Lock()
         self._num_leases = 0
 
@@ -219,7 +220,7 @@ class HostPool:
             self._digests[run.start : run.stop] = 0
         return runs
 
-    def free(self, slots: Iterable[SlotRun | SupportsIndex], owner: SlotOwner) -> None:
+    def free(self, slots: Slots, owner: SlotOwner = SlotOwner.TRANSFER) -> None:
         """Give `slots` (runs, single slots or both), which `owner` has, back to the free list.
 
         Raises SlotOwnershipError, and changes nothing, when a slot is out of range, named twice,
@@ -228,12 +229,7 @@ class HostPool:
         self._check_open()
         self._owners.free(slots, owner)
 
-    def hand_over(
-        self,
-        slots: Iterable[SlotRun | SupportsIndex],
-        owner: SlotOwner,
-        new_owner: SlotOwner,
-    ) -> None:
+    def hand_over(self, slots: Slots, owner: SlotOwner, new_owner: SlotOwner) -> None:
         """Make `slots` (runs, single slots or both), which `owner` has, those of `new_owner`.
 
         Raises SlotOwnershipError, and changes nothing, when a slot is out of range, named twice,
@@ -241,6 +237,13 @@ class HostPool:
         """
         self._check_open()
         self._owners.hand_over(slots, owner, new_owner)
+
+    def check_slots(self, slots: npt.NDArray[np.int64]) -> None:
+        """Raise SlotOwnershipError, before a transfer moves a byte, if one of `slots` is free."""
+        self._check_open()
+        free = slots[self._owner_codes[slots] == 0]
+        if free.size:
+            raise free_slots_named(int(free[0]), free.size, slots.size)
 
     def check_integrity(self) -> None:
         """Prove that each slot has one owner; SlotOwnershipError tells the first that has not.
@@ -318,10 +321,7 @@ class HostPool:
                 return
             in_flight = self._owners.num_owned(SlotOwner.TRANSFER)
             if self._num_leases or in_flight:
-                raise PoolInUseError(
-                    f"the pool cannot close with {self._num_leases} leases out and {in_flight} "
-                    f"slots in transfers: wait for the transfers, then release and free"
-                )
+                raise PoolInUseError(why_in_use(self._num_leases, in_flight))
             del self._digests  # a view of ours would keep the mapping open
             try:
                 # A pool that stays open must stay pinned: no view first, then the driver.

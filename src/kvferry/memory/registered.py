@@ -36,8 +36,8 @@ _DIGEST_BYTES = 8
 class RegisteredHostPool:
     """Host memory that an engine allocated and owns: layer_first, token_major or page_major.
 
-    kvferry keeps a digest for every span beside it, and nothing else: which slots are in use is the
-    engine's business.
+    kvferry keeps a digest of every span beside it, and nothing else. Its slots have no owners here:
+    which of them are in use is the engine's business, and a transfer may name any of them.
 
     Args:
         geometry: The planes.
@@ -194,6 +194,12 @@ class RegisteredHostPool:
     def pin_for(self, context: Context) -> Registration:
         """`pin` for the GPU of `context`."""
         return self.pin(ContextPinDriver(context), pin_tensors=self._pin_tensors)
+
+    def check_slots(self, slots: NDArray[np.int64]) -> None:
+        """Nothing: slots of an engine have no owners here."""
+
+    def __repr__(self) -> str:
+        return f"RegisteredHostPool({self.kind.value} slots: {self.num_slots}, {self.view!r})"
 
     def acquire(self) -> None:
         """Keep the pool open; raises PoolClosedError if it is closed."""

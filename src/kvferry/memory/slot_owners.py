@@ -13,7 +13,7 @@ from typing import SupportsIndex
 from kvferry.errors import SlotOwnershipError
 from kvferry.memory.slot_runs import SlotRun, SlotRunAllocator, merge_slots, slot_number
 
-__all__ = ["SlotOwner", "SlotOwners"]
+__all__ = ["SlotOwner", "SlotOwners", "free_slots_named", "why_in_use"]
 
 
 class SlotOwner(enum.StrEnum):
@@ -53,6 +53,11 @@ class SlotOwners:
     def num_owned(self, owner: SlotOwner) -> int:
         """How many slots `owner` has."""
         return self._num_owned[owner]
+
+    @property
+    def codes(self) -> memoryview:
+        """One byte a slot, read-only and always current: 0 where the slot is free."""
+        return memoryview(self._owners).toreadonly()
 
     def owner_of(self, slot: SupportsIndex) -> SlotOwner:
         """Who owns `slot`. Raises SlotOwnershipError for a slot out of range."""
@@ -146,3 +151,26 @@ def _check_owner(owner: SlotOwner) -> None:
             "the free list takes and gives slots only by itself: name SlotOwner.INDEX or "
             "SlotOwner.TRANSFER; free() gives back, allocate() takes"
         )
+
+
+def free_slots_named(first: int, num_free: int, num_slots: int) -> SlotOwnershipError:
+    """The error for a transfer over slots some of which are free, `first` among them."""
+    return SlotOwnershipError(
+        f"slot {first} is free (free: {num_free} of the {num_slots} slots of this transfer): take "
+        f"slots from allocate(), and free() them only when they are done with"
+    )
+
+
+def why_in_use(num_leases: int, num_in_flight: int) -> str:
+    """What keeps a pool from being closed, and what to do about each."""
+    reasons = []
+    if num_leases:
+        reasons.append(
+            f"leases out: {num_leases} (a running transfer holds one; wait for it, then release())"
+        )
+    if num_in_flight:
+        reasons.append(
+            f"slots still owned by TRANSFER: {num_in_flight} (free() them, or hand_over() to "
+            f"SlotOwner.INDEX those that stay)"
+        )
+    return f"the pool cannot close. {'; '.join(reasons)}"

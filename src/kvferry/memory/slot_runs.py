@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from typing import NamedTuple, SupportsIndex
+from typing import NamedTuple, SupportsIndex, TypeAlias
 
 from kvferry.errors import ConfigError, SlotOwnershipError
 
-__all__ = ["SlotRun", "SlotRunAllocator", "merge_slots", "slot_number", "whole_number"]
+__all__ = ["SlotRun", "SlotRunAllocator", "Slots", "merge_slots", "slot_number", "whole_number"]
 
 # Runs up to this long are binned by their exact length, longer ones in steps of 1/16 of a power
 # of two: so the bins, and the mask that says which are filled, stay few however large the pool is.
@@ -38,7 +38,11 @@ class SlotRun(NamedTuple):
         return range(self.start, self.start + self.length)
 
 
-def merge_slots(slots: Iterable[SlotRun | SupportsIndex], num_slots: int) -> tuple[SlotRun, ...]:
+Slots: TypeAlias = Iterable[SlotRun | SupportsIndex]
+"""Runs, single slots or both, in any order."""
+
+
+def merge_slots(slots: Slots, num_slots: int) -> tuple[SlotRun, ...]:
     """`slots` (runs, single slots or both, in any order) as the fewest runs, ascending.
 
     Raises SlotOwnershipError for a slot outside ``[0, num_slots)``, a slot named twice, or

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvferry.geometry import Geometry, HitRule, Plane, PoolView
 from kvferry.kernels import digest_spans, span_seeds
-from kvferry.memory import HostPool, RegisteredHostPool
+from kvferry.memory import HostPool, RegisteredHostPool, SlotOwner
 from kvferry.testing.layouts import (
     DeviceLayout,
     num_pool_bytes,
@@ -226,7 +226,9 @@ class RoundTrip:
         )
 
     def _own_pool(self) -> HostPool:
-        return HostPool(self._geometry, num_slots=_NUM_HOST_SLOTS, kind=self._kind)
+        pool = HostPool(self._geometry, num_slots=_NUM_HOST_SLOTS, kind=self._kind)
+        pool.allocate(_NUM_HOST_SLOTS, SlotOwner.INDEX)
+        return pool
 
     def _engine_pool(self, layout: Layout) -> RegisteredHostPool:
         def placed(base: int) -> tuple[LayerView, ...]:

@@ -142,16 +142,16 @@ class SelfTestReport:
         return sum(counts.num_bytes for counts in self.paths.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready values: ok, cases, failures, paths, absent, seconds, bytes."""
+        """JSON-ready values: ok, transfers, failed, failures, paths, absent, seconds, bytes."""
         return {
             "ok": self.ok,
-            "cases": self.cases,
-            "num_failures": self.num_failures,
+            "transfers": self.cases,
+            "failed": self.num_failures,
             "failures": [failure.to_dict() for failure in self.failures],
             "paths": {
                 name: {
-                    "cases": counts.cases,
-                    "num_failures": counts.num_failures,
+                    "transfers": counts.cases,
+                    "failed": counts.num_failures,
                     "bytes": counts.num_bytes,
                     "seconds": round(counts.seconds, 3),
                 }

@@ -122,6 +122,12 @@ class TransferEngine:
         # An engine that is dropped is closed: memory must not go while a GPU uses it.
         weakref.finalize(self, self._carrier.close).atexit = False
 
+    def __repr__(self) -> str:
+        return (
+            f"TransferEngine(path={self.path!r}, verify={self.verify}, device={self._device!r}, "
+            f"host={self._host!r})"
+        )
+
     @property
     def path(self) -> str:
         """``cpu``, ``cpu_numpy`` or ``direct``, whose handles name the kernels they took."""
@@ -146,6 +152,7 @@ class TransferEngine:
         Raises:
             PlanError: Before a byte moves: the plan is a store, is of another geometry or slot
                 kind, an index lies outside its pool, or it cannot move as the engine was told to.
+            SlotOwnershipError: Before a byte moves: a slot of a `HostPool` is free.
             PoolClosedError: The host pool is closed.
             TransferError: On a GPU: the engine is closed, or the stream is being captured into a
                 graph; submit before the replay.
@@ -198,7 +205,14 @@ class TransferEngine:
                 f"the plan moves {plan.kind.value} slots, but the host pool keeps "
                 f"{self._host.kind.value} slots"
             )
+        for pool in (self._device, self._host.view):
+            if not pool.still_there():
+                raise ViewError(
+                    f"the tensors of {pool!r} were resized or given other memory since they were "
+                    f"registered; register them anew and make a new engine"
+                )
         _check_range("host_slots", plan.host_slots, self._host.num_slots, "slots of the host pool")
+        self._host.check_slots(plan.host_slots)
         for name, rows in plan.device_rows.items():
             if name not in self._device.layers:
                 raise PlanError(

@@ -24,6 +24,16 @@ class TransferHandle(abc.ABC):
 
     plan: TransferPlan
 
+    def __repr__(self) -> str:
+        told = f"path={self.path!r}, {self.plan.direction.value}, pages={self.plan.num_pages}"
+        if not self.done:
+            return f"{type(self).__name__}({told}, running)"
+        return (
+            f"{type(self).__name__}({told}, verified={self.verified}, "
+            f"verified_pages={self.verified_pages}, bad_pages={self.bad_pages}, "
+            f"error={self.error!r})"
+        )
+
     @property
     @abc.abstractmethod
     def path(self) -> str:
@@ -42,7 +52,11 @@ class TransferHandle(abc.ABC):
     @property
     @abc.abstractmethod
     def verified(self) -> bool:
-        """Whether this path made (store) or checked (load) digests. False where they are off."""
+        """Whether digests are made (store) or checked (load) at all; False where they are off.
+
+        It is no verdict on the bytes: that is `verified_pages`, with `bad_pages`. A load with bad
+        pages has ``verified=True``, and found them because of it.
+        """
 
     @property
     @abc.abstractmethod
@@ -91,7 +105,7 @@ class TransferHandle(abc.ABC):
         """
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class CompletedTransfer(TransferHandle):
     """A transfer that was over when it was submitted: every wait returns or raises at once."""
 

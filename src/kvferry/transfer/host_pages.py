@@ -48,6 +48,12 @@ class HostPages(Protocol):
     def pin_for(self, context: Context) -> PinnedAddresses:
         """Pin slots and digests for the GPU of `context`, once; see `HostPool.pin`."""
 
+    def check_slots(self, slots: NDArray[np.int64]) -> None:
+        """Raise SlotOwnershipError if a pool that knows owners has none for one of `slots`.
+
+        Shape: ``[N]``, every one below `num_slots`.
+        """
+
     def acquire(self) -> None:
         """Keep the pool from being closed; raises PoolClosedError if it is already."""
 

@@ -34,7 +34,7 @@ __all__ = ["TransferPlan"]
 _Member = TypeVar("_Member", bound=enum.StrEnum)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class TransferPlan:
     """N pages between host slots and device rows. Build it with `load` or `store`."""
 
@@ -54,6 +54,12 @@ class TransferPlan:
     """Shape: ``[N]``. The seed of each page's digests; 0 where no key was given."""
 
     _device_runs: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        return (
+            f"TransferPlan({self.direction.value}, {self.kind.value} slots: {self.num_pages}, "
+            f"spans of each: {len(self.spans)}, bytes: {self.num_bytes})"
+        )
 
     @property
     def num_pages(self) -> int:
