@@ -48,9 +48,11 @@ _PYTEST_OPTIONS = (
 )
 # The rows of the targets: docs/performance.md.
 _DIRECT = (
-    "--layouts layer_first --paths best grouped --elements 132 512 576 656 1152 2048",
-    "--layouts token_major --elements 576 656 1152 --runs 1",
-    "--layouts page_major --elements 132 576 656 1152 --runs 1 64",
+    "--layouts layer_first --paths best grouped --elements 66 132 512 576 656 1152 2048 4096"
+    " --tokens 32768 --layers 16",
+    "--layouts token_major --elements 576 656 1152 --runs 1 --tokens 12288 --layers 61",
+    "--layouts page_major --elements 64 66 131 132 576 656 1152 --runs 1 64"
+    " --tokens 32768 --layers 16",
 )
 _SANITIZERS = (("memcheck", 30), ("racecheck", 12), ("initcheck", 20))
 _SANITIZER_SECS = 45

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_BLOCKS", "DirectMover"]
 
 DEFAULT_BLOCKS: Mapping[CopyPath, int] = {
-    CopyPath.FLAT: 16,
-    CopyPath.REALIGN: 48,
+    CopyPath.FLAT: 32,
+    CopyPath.REALIGN: 64,
     CopyPath.GROUPED: 16,
 }
 """Blocks of a launch, each on a multiprocessor of its own. More starve what computes beside."""
