@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kvferry.transfer.span_launcher import DEFAULT_BLOCKS
 
 _ROOT = Path(__file__).parents[2]
 _SCRIPT = _ROOT / "benchmarks" / "table.py"
@@ -101,3 +104,10 @@ def test_the_document_has_the_marks() -> None:
     """docs/performance.md can be written."""
     text = (_ROOT / "docs" / "performance.md").read_text()
     assert 0 < text.find("<!-- tables: begin -->") < text.find("<!-- tables: end -->")
+
+
+def test_the_document_has_the_default_blocks() -> None:
+    """The quotas it names are those that launches get."""
+    text = (_ROOT / "docs" / "performance.md").read_text()
+    named = re.findall(r"^\| `(\w+)` \| (\d+) \|$", text, re.MULTILINE)
+    assert dict(named) == {path.value: str(blocks) for path, blocks in DEFAULT_BLOCKS.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -217,7 +218,11 @@ def test_tensors_that_lost_their_memory_are_refused(path: str) -> None:
     """A tensor resized or rebound after registration is noticed before a byte moves."""
     geometry = _geometry()
     shape = (4, _TOKENS, 512)
-    for spoil in (lambda t: t.untyped_storage().resize_(0), lambda t: t.set_(torch.zeros(1))):
+    spoils: list[Callable[[torch.Tensor], object]] = [
+        lambda tensor: tensor.untyped_storage().resize_(0),
+        lambda tensor: tensor.set_(torch.zeros(1)),  # type: ignore[call-overload]
+    ]
+    for spoil in spoils:
         tensor = torch.zeros(shape)[..., :128].contiguous()
         device = PoolView.from_tensors(geometry, {"k": tensor})
         engine = TransferEngine(device, _host(geometry, 1), path=path)

@@ -150,6 +150,11 @@ class CommandBuffer:
         """Bring back what the kernels report."""
         stream.copy_out(self._report.address, self.fault, 8 + self._num_pages)
 
+    def distrust(self) -> None:
+        """Let `report` call every page bad until `copy_out` has brought back another."""
+        ctypes.c_uint64.from_address(self._report.address).value = NO_FAULT
+        ctypes.memset(self._report.address + 8, 1, self._num_pages)
+
     def report(self) -> tuple[int, tuple[int, ...]]:
         """The fault code and the positions of bad pages; only once `copy_out` is over."""
         fault = ctypes.c_uint64.from_address(self._report.address).value

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvferry.errors import ConfigError, PlanError, TransferFaultError, ViewError
+from kvferry.errors import (
+    ConfigError,
+    PlanError,
+    TransferError,
+    TransferFaultError,
+    ViewError,
+)
 from kvferry.kernels import NO_DIGEST
 from kvferry.transfer.handle import CompletedTransfer
 from kvferry.transfer.indices import DeviceRows
@@ -23,6 +29,7 @@ if TYPE_CHECKING:
 
     from kvferry.geometry import PoolView
     from kvferry.kernels import CopyDecision
+    from kvferry.transfer.captured_transfer import CapturedTransfer
     from kvferry.transfer.host_pages import HostPages
     from kvferry.transfer.plan import TransferPlan
 
@@ -99,6 +106,12 @@ class CpuCarrier:
         """After a store that ended midway: its slots are a mixture that nothing vouches for."""
         if plan.direction is Direction.STORE:
             self._host.digests[plan.host_slots] = NO_DIGEST
+
+    def capture(self, plan: TransferPlan, stream: int | None, owner: object) -> CapturedTransfer:  # noqa: ARG002
+        """Refuse."""
+        raise TransferError(
+            f"path {self._path} moves on the CPU, where there are no graphs; load and store"
+        )
 
     def explain(self, plan: TransferPlan) -> Mapping[tuple[str, int], CopyDecision]:  # noqa: ARG002
         """Nothing: there is one path for every plane."""

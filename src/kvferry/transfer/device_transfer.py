@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvferry.transfer.command_buffer import CommandBuffer
     from kvferry.transfer.plan import TransferPlan
 
-__all__ = ["DeviceTransfer"]
+__all__ = ["DeviceTransfer", "read_report"]
 
 
 class DeviceTransfer(TransferHandle):
@@ -135,25 +135,34 @@ class DeviceTransfer(TransferHandle):
             self.fail(fault)
         else:
             if self._error is None:
-                self._read_report(commands)
+                self._error, self._bad_pages = read_report(self.plan, commands)
         self._over = True
         self._on_done(self, commands, tuple({*self._layers.values(), self._finished}))
 
-    def _read_report(self, commands: CommandBuffer) -> None:
-        code, self._bad_pages = commands.report()
-        fault = fault_of(code)
-        if fault is not None:
-            self._error = TransferFaultError(
-                f"a device slot of plane {self._plane_of_table(fault.rows_table)!r} is outside its "
-                f"pool, first at page {fault.page}, row {fault.row} of the plan; its element was "
-                f"left out and the page is bad: check the index tensor"
-            )
 
-    def _plane_of_table(self, table: int) -> str:
-        seen: list[Any] = []
-        for name, rows in self.plan.device_rows.items():
-            if not any(rows is other for other in seen):
-                seen.append(rows)
-            if len(seen) == table + 1:
-                return name
-        return "?"
+def read_report(
+    plan: TransferPlan, commands: CommandBuffer
+) -> tuple[TransferFaultError | None, tuple[int, ...]]:
+    """What went wrong in a transfer that is over, and which of its pages are bad."""
+    code, bad_pages = commands.report()
+    fault = fault_of(code)
+    if fault is None:
+        return None, bad_pages
+    return (
+        TransferFaultError(
+            f"a device slot of plane {_plane_of_table(plan, fault.rows_table)!r} is outside its "
+            f"pool, first at page {fault.page}, row {fault.row} of the plan; its element was "
+            f"left out and the page is bad: check the index tensor"
+        ),
+        bad_pages,
+    )
+
+
+def _plane_of_table(plan: TransferPlan, table: int) -> str:
+    seen: list[Any] = []
+    for name, rows in plan.device_rows.items():
+        if not any(rows is other for other in seen):
+            seen.append(rows)
+        if len(seen) == table + 1:
+            return name
+    return "?"

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvferry.errors import (
     ConfigError,
@@ -25,10 +25,12 @@ from kvferry.kernels import (
     span_args,
 )
 from kvferry.kernels.jit import Event, Stream, process_loader
+from kvferry.transfer.captured_transfer import CapturedTransfer
 from kvferry.transfer.command_buffer import CommandBuffer, CommandBuffers, row_tables
 from kvferry.transfer.device_transfer import DeviceTransfer
 from kvferry.transfer.paths import disabled_gpu_paths
-from kvferry.transfer.span_table import Carried, Launch, SpanTable
+from kvferry.transfer.span_launcher import SpanLauncher
+from kvferry.transfer.span_table import Carried, SpanTable
 from kvferry.types import Direction
 
 if TYPE_CHECKING:
@@ -40,14 +42,7 @@ if TYPE_CHECKING:
     from kvferry.transfer.host_pages import HostPages
     from kvferry.transfer.plan import TransferPlan
 
-__all__ = ["DEFAULT_BLOCKS", "DirectMover"]
-
-DEFAULT_BLOCKS: Mapping[CopyPath, int] = {
-    CopyPath.FLAT: 32,
-    CopyPath.REALIGN: 64,
-    CopyPath.GROUPED: 16,
-}
-"""Blocks of a launch, each on a multiprocessor of its own. More starve what computes beside."""
+__all__ = ["DirectMover"]
 
 # A plan's kind (its spans, runs and row tables) is laid out once; this many kinds are kept.
 _MAX_TABLES = 64
@@ -67,7 +62,7 @@ class DirectMover:
         host: Page slots that can be pinned.
         loader: Where kernels come from.
         verify: Make digests on store and check them on load.
-        blocks: Blocks of a launch; None: `DEFAULT_BLOCKS`.
+        blocks: Blocks of a launch; None: as measured.
         path: Carry everything this way, or refuse; None: flat, where it cannot realign.
         unroll: With grouped: how its threads share an element.
         disabled: Paths not to use.
@@ -88,7 +83,6 @@ class DirectMover:
         self._device = device
         self._host = host
         self._verify = verify
-        self._blocks = blocks
         self._path = path
         self._unroll = unroll
         self._disabled = disabled
@@ -96,14 +90,16 @@ class DirectMover:
         self._context = loader.driver.context(self._gpu)
         with self._context.current():
             self._pinned = host.pin_for(self._context)
-            self._kernels = MoveKernels(loader, self._gpu)
+            kernels = MoveKernels(loader, self._gpu)
             self._streams = {direction: Stream(self._context) for direction in Direction}
             self._setup = Stream(self._context)
             self._ready = {direction: Event(self._context) for direction in Direction}
+        self._launcher = SpanLauncher(kernels, verify=verify, blocks=blocks)
         self._commands = CommandBuffers(self._context)
         self._events: list[Event] = []
         self._tables: collections.OrderedDict[_TableKey, SpanTable] = collections.OrderedDict()
         self._in_flight: dict[int, DeviceTransfer] = {}
+        self._captured: list[CapturedTransfer] = []
         self._closed = False
 
     @classmethod
@@ -185,32 +181,66 @@ class DirectMover:
             JITError, MissingDependencyError: A kernel that is needed for the first time cannot be
                 compiled.
         """
-        if self._closed:
-            raise TransferError("the engine is closed; make a new one over the same pools")
         with self._context.beside_captures():
             stream = self.current_stream() if stream is None else stream
             if self._context.is_capturing(stream):
                 raise TransferError(
-                    f"stream {stream} is being captured into a graph, which can hold no transfer: "
-                    f"its indices and its report are used once. Submit before the replay, and call "
-                    f"wait_all on the stream that replays"
+                    f"stream {stream} is being captured into a graph: a transfer that every replay "
+                    f"is to carry out is put there by the engine's `capture`. For one transfer, "
+                    f"submit before the replay, and call wait_all on the stream that replays"
                 )
-            self._reap()
-            tables, table_of = row_tables(plan)
-            table = self._table(plan, table_of)
-            if plan.num_pages > table.max_pages:
-                raise PlanError(
-                    f"{plan.num_pages} pages in one transfer; kernels take {table.max_pages} of "
-                    f"this geometry at once: split the plan"
+            return self._start(plan, *self._prepare(plan), stream)
+
+    def capture(self, plan: TransferPlan, stream: int | None, owner: object) -> CapturedTransfer:
+        """Put `plan` into the graph that `stream` is capturing; `owner` lives as long as it.
+
+        Raises as `submit`, and TransferError where the stream is not being captured.
+        """
+        with self._context.beside_captures():
+            stream = self.current_stream() if stream is None else stream
+            if not self._context.is_capturing(stream):
+                raise TransferError(
+                    f"stream {stream} is not being captured into a graph; begin the capture, or "
+                    f"load and store"
                 )
-            commands = self._commands.take()
-            try:
-                commands.lay_out(plan, tables, table.num_spans)
-            except (DriverError, PlanError):
-                self._commands.put(commands)
-                raise
-            self._host.acquire()
-            return self._start(plan, table, commands, stream)
+            table, commands = self._prepare(plan)
+            captured = CapturedTransfer(
+                plan, commands, path=table.path, verified=self._verify, owner=owner,
+                on_close=self._let_go,
+            )  # fmt: skip
+            self._captured.append(captured)
+            theirs = Stream.borrowed(self._context, stream)
+            # Where one of these fails, the graph may hold the others: nothing is given back.
+            commands.copy_in(theirs)
+            self._launcher.launch(plan, table, commands, theirs, lambda _: None)
+            commands.copy_out(theirs)
+            return captured
+
+    def _let_go(self, captured: CapturedTransfer, commands: CommandBuffer) -> None:
+        self._captured.remove(captured)
+        self._commands.put(commands)
+        self._host.release()
+
+    def _prepare(self, plan: TransferPlan) -> tuple[SpanTable, CommandBuffer]:
+        """What a transfer needs before anything is enqueued; the pool is leased."""
+        if self._closed:
+            raise TransferError("the engine is closed; make a new one over the same pools")
+        self._reap()
+        tables, table_of = row_tables(plan)
+        table = self._table(plan, table_of)
+        if plan.num_pages > table.max_pages:
+            raise PlanError(
+                f"{plan.num_pages} pages in one transfer; kernels take {table.max_pages} of "
+                f"this geometry at once: split the plan"
+            )
+        commands = self._commands.take()
+        try:
+            commands.lay_out(plan, tables, table.num_spans)
+        except (DriverError, PlanError):
+            self._commands.put(commands)
+            raise
+        self._host.acquire()
+        return table, commands
 
     def _start(
         self, plan: TransferPlan, table: SpanTable, commands: CommandBuffer, stream: int
@@ -235,63 +265,15 @@ class DirectMover:
             ready.record(stream)
             ours.wait_for(ready)
             commands.copy_in(ours)
-            self._launch(plan, table, commands, ours, layers)
+            self._launcher.launch(
+                plan, table, commands, ours,
+                lambda ended: layers.update(dict.fromkeys(ended, self._recorded(ours))),
+            )  # fmt: skip
             commands.copy_out(ours)
         except DriverError as fault:
             transfer.fail(fault)
         finished.record(ours.handle)
         return transfer
-
-    def _launch(
-        self,
-        plan: TransferPlan,
-        table: SpanTable,
-        commands: CommandBuffer,
-        stream: Stream,
-        layers: dict[int, Event],
-    ) -> None:
-        if not plan.num_pages:
-            self._record_layers(table, stream, layers)
-            return
-        args = self._kernels.transfer
-        args.spans = table.address
-        for index, address in enumerate(commands.row_tables):
-            args.rows[index] = address
-        args.host_slots = commands.host_slots
-        args.page_seeds = commands.page_seeds
-        args.sums = commands.sums
-        args.bad_pages = commands.bad_pages
-        args.fault = commands.fault
-        args.num_pages = plan.num_pages
-        args.index_bytes = commands.index_bytes
-        args.is_load = plan.direction is Direction.LOAD
-        args.verify = self._verify
-        for launch in table.launches:
-            args.first_span, args.num_spans = launch.first, launch.num_spans
-            self._kernels.share_out(launch.path, launch.page_work)
-            self._move(launch, stream.handle)
-            if launch.ends_layers:
-                layers.update(dict.fromkeys(launch.ends_layers, self._recorded(stream)))
-        if self._verify:
-            args.first_span, args.num_spans = 0, table.num_spans
-            self._kernels.finish(table.num_spans * plan.num_pages, stream.handle)
-
-    def _move(self, launch: Launch, stream: Any) -> None:
-        blocks = self._blocks or DEFAULT_BLOCKS[launch.path]
-        if launch.path is CopyPath.FLAT:
-            self._kernels.flat(blocks, stream)
-        elif launch.path is CopyPath.REALIGN:
-            self._kernels.realign(blocks, stream)
-        elif launch.grouped is not None:
-            self._kernels.grouped(launch.grouped, blocks, stream)
-            if self._verify:
-                self._kernels.share_out(CopyPath.REALIGN, 0)
-                self._kernels.realign(blocks, stream, digest_only=True)
-
-    def _record_layers(self, table: SpanTable, stream: Stream, layers: dict[int, Event]) -> None:
-        for launch in table.launches:
-            if launch.ends_layers:
-                layers.update(dict.fromkeys(launch.ends_layers, self._recorded(stream)))
 
     def _table(self, plan: TransferPlan, table_of: dict[str, int]) -> SpanTable:
         runs = {name: plan.device_run(name) for name in plan.device_rows}
@@ -306,17 +288,12 @@ class DirectMover:
                 for span in plan.spans
             ]
             # Here, where nothing is under way yet that a compiler's failure would leave behind.
-            self._kernels.load(*self._needed(carried))
+            self._launcher.load(carried)
             found = self._tables[key] = SpanTable(self._context, carried, self._setup)
-            if len(self._tables) > _MAX_TABLES and not self._in_flight:
+            if len(self._tables) > _MAX_TABLES and not (self._in_flight or self._captured):
                 self._tables.popitem(last=False)[1].close()
         self._tables.move_to_end(key)
         return found
-
-    def _needed(self, carried: Sequence[Carried]) -> set[CopyPath]:
-        paths = {one.path for one in carried}
-        weighed = self._verify and CopyPath.GROUPED in paths
-        return paths | {CopyPath.REALIGN} if weighed else paths
 
     def _carry(self, span: Span, rows_table: int, run_rows: int) -> Carried:
         decision = self.decide(span, run_rows)
@@ -380,6 +357,8 @@ class DirectMover:
         for transfer in list(self._in_flight.values()):
             with contextlib.suppress(TransferFaultError):  # its handle tells
                 transfer.wait()
+        for captured in list(self._captured):
+            captured.close()
         with self._context.beside_captures():
             self._commands.close()
             while self._tables:

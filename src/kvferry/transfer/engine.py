@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from kvferry.geometry import PoolView
     from kvferry.kernels import CopyDecision
+    from kvferry.transfer.captured_transfer import CapturedTransfer
     from kvferry.transfer.handle import TransferHandle
     from kvferry.transfer.host_pages import HostPages
     from kvferry.transfer.plan import TransferPlan
@@ -36,6 +37,10 @@ class _Carrier(Protocol):
     def path(self) -> str: ...
 
     def submit(self, plan: TransferPlan, stream: int | None) -> TransferHandle: ...
+
+    def capture(
+        self, plan: TransferPlan, stream: int | None, owner: object
+    ) -> CapturedTransfer: ...
 
     def explain(self, plan: TransferPlan) -> Mapping[tuple[str, int], CopyDecision]: ...
 
@@ -166,6 +171,23 @@ class TransferEngine:
         On a GPU `stream` is the one whose work so far wrote the pages.
         """
         return self._submit(plan, Direction.STORE, stream)
+
+    def capture(self, plan: TransferPlan, stream: int | None = None) -> CapturedTransfer:
+        """Put a load or store into the CUDA graph that a stream is capturing just now.
+
+        Each replay carries it out anew. A transfer that comes once stays outside of graphs: submit
+        it, and `wait_all` on the stream that replays, before the replay.
+
+        Args:
+            plan: What moves at every replay; host slots must stay those of the same owner.
+            stream: The stream that is being captured; None: the caller's current stream.
+
+        Raises:
+            As `load`, and TransferError: the stream is not being captured, or the pool is in host
+                memory, where there are no graphs.
+        """
+        self._check(plan, plan.direction)
+        return self._carrier.capture(plan, stream, self)
 
     def explain(self, plan: TransferPlan) -> Mapping[tuple[str, int], CopyDecision]:
         """For each (plane, layer) that `plan` moves: which kernel carries it on a GPU, and why.

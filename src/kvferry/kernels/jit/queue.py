@@ -15,15 +15,28 @@ __all__ = ["DeviceBuffer", "Event", "PinnedBuffer", "Stream"]
 class Stream:
     """A stream that does not wait for the legacy default stream."""
 
+    handle: Any
+
     def __init__(self, context: Context, *, urgent: bool = False) -> None:
         """Make a stream; `urgent` gives it the highest priority the GPU has."""
-        self._driver = context.driver
-        bindings = self._driver.bindings
+        self._bind(context)
         _, highest = self._driver.call("cuCtxGetStreamPriorityRange")
-        flags = bindings.CUstream_flags.CU_STREAM_NON_BLOCKING
-        self.handle: Any = self._driver.call(
+        flags = self._driver.bindings.CUstream_flags.CU_STREAM_NON_BLOCKING
+        self.handle = self._driver.call(
             "cuStreamCreateWithPriority", flags, highest if urgent else 0
         )
+
+    @classmethod
+    def borrowed(cls, context: Context, handle: Any) -> Stream:
+        """Somebody else's stream, by its handle; do not close it."""
+        stream = cls.__new__(cls)
+        stream._bind(context)
+        stream.handle = handle
+        return stream
+
+    def _bind(self, context: Context) -> None:
+        self._driver = context.driver
+        bindings = self._driver.bindings
         self._copy_in = bindings.cuMemcpyHtoDAsync
         self._copy_out = bindings.cuMemcpyDtoHAsync
         self._fill = bindings.cuMemsetD8Async

@@ -1,0 +1,99 @@
+"""Launches the kernels that carry a plan, group of layers after group of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvferry.kernels import CopyPath, MoveKernels
+from kvferry.types import Direction
+
+if TYPE_CHECKING:
+    from kvferry.kernels.jit import Stream
+    from kvferry.transfer.command_buffer import CommandBuffer
+    from kvferry.transfer.plan import TransferPlan
+    from kvferry.transfer.span_table import Carried, Launch, SpanTable
+
+__all__ = ["DEFAULT_BLOCKS", "SpanLauncher"]
+
+DEFAULT_BLOCKS: Mapping[CopyPath, int] = {
+    CopyPath.FLAT: 32,
+    CopyPath.REALIGN: 64,
+    CopyPath.GROUPED: 16,
+}
+"""Blocks of a launch, each on a multiprocessor of its own. More starve what computes beside."""
+
+
+class SpanLauncher:
+    """The kernels of one mover. One thread at a time, with the context current.
+
+    Args:
+        kernels: Of the mover's GPU.
+        verify: Make digests on store and check them on load.
+        blocks: Blocks of a launch; None: `DEFAULT_BLOCKS`.
+    """
+
+    def __init__(self, kernels: MoveKernels, *, verify: bool, blocks: int | None) -> None:
+        self._kernels = kernels
+        self._verify = verify
+        self._blocks = blocks
+
+    def load(self, carried: Sequence[Carried]) -> None:
+        """Compile or load all that `launch` will need for these spans."""
+        paths = {one.path for one in carried}
+        if self._verify and CopyPath.GROUPED in paths:
+            paths.add(CopyPath.REALIGN)
+        self._kernels.load(*paths)
+
+    def launch(
+        self,
+        plan: TransferPlan,
+        table: SpanTable,
+        commands: CommandBuffer,
+        stream: Stream,
+        reached: Callable[[Sequence[int]], None],
+    ) -> None:
+        """Start all kernels of `plan` in `stream`.
+
+        `reached` is called where `stream` has come to the end of model layers, and gets them.
+        """
+        if plan.num_pages:
+            self._fill(plan, table, commands)
+        args = self._kernels.transfer
+        for launch in table.launches:
+            if plan.num_pages:
+                args.first_span, args.num_spans = launch.first, launch.num_spans
+                self._kernels.share_out(launch.path, launch.page_work)
+                self._move(launch, stream.handle)
+            if launch.ends_layers:
+                reached(launch.ends_layers)
+        if plan.num_pages and self._verify:
+            args.first_span, args.num_spans = 0, table.num_spans
+            self._kernels.finish(table.num_spans * plan.num_pages, stream.handle)
+
+    def _fill(self, plan: TransferPlan, table: SpanTable, commands: CommandBuffer) -> None:
+        args = self._kernels.transfer
+        args.spans = table.address
+        for index, address in enumerate(commands.row_tables):
+            args.rows[index] = address
+        args.host_slots = commands.host_slots
+        args.page_seeds = commands.page_seeds
+        args.sums = commands.sums
+        args.bad_pages = commands.bad_pages
+        args.fault = commands.fault
+        args.num_pages = plan.num_pages
+        args.index_bytes = commands.index_bytes
+        args.is_load = plan.direction is Direction.LOAD
+        args.verify = self._verify
+
+    def _move(self, launch: Launch, stream: Any) -> None:
+        blocks = self._blocks or DEFAULT_BLOCKS[launch.path]
+        if launch.path is CopyPath.FLAT:
+            self._kernels.flat(blocks, stream)
+        elif launch.path is CopyPath.REALIGN:
+            self._kernels.realign(blocks, stream)
+        elif launch.grouped is not None:
+            self._kernels.grouped(launch.grouped, blocks, stream)
+            if self._verify:
+                self._kernels.share_out(CopyPath.REALIGN, 0)
+                self._kernels.realign(blocks, stream, digest_only=True)
