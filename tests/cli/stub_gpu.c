@@ -36,6 +36,7 @@ static int needs_context(void) { return depth > 0 ? 0 : INVALID_CONTEXT; }
 EXPORT int stub_cuInit(unsigned flags) {
   if (is("crash")) abort();
   if (is("hang")) pause();
+  if (is("no_start")) return 999;
   return is("no_device") ? NO_DEVICE : (int)flags;
 }
 EXPORT int cuDriverGetVersion(int *version) {

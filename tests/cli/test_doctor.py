@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvferry.cli import main
 from kvferry.cli.doctor.diagnosis import Check, Diagnosis, Status, diagnose
+from kvferry.cli.doctor.gpu_probe import _try_cache
 from kvferry.cli.doctor.gpu_report import GpuReading, GpuReport, ask_gpus, read_report
 from kvferry.cli.doctor.host_reading import HostReading, Slot, parse_list, read_host
+from kvferry.cli.doctor.transfer_probe import round_trip_error
+from kvferry.errors import CubinCacheError
+from kvferry.kernels.jit import CubinCache
 from kvferry.memory import MemoryReading
+from kvferry.testing import GuardedBuffer
+from kvferry.transfer.paths import CpuPath
 
 GIB = 1 << 30
 _CC = shutil.which(os.environ.get("CC", "cc"))
@@ -37,9 +46,9 @@ _GPU: dict[str, Any] = {
     "capability": (9, 0),
     "total_bytes": 139 * GIB,
     "bus_id": "0000:ab:00.0",
-    "kernel_tried": True,
     "h2d_gb_s": 55.5,
     "d2h_gb_s": 55.4,
+    "tried_paths": {"flat": "", "realign": "", "grouped": ""},
 }
 _REPORT: dict[str, Any] = {
     "step": "ending",
@@ -118,7 +127,10 @@ def test_without_a_gpu_the_cpu_paths_do() -> None:
         ({"gpu": {"link_skipped": "only 5 bytes"}}, "link 0", "warn", "only 5 bytes"),
         ({"gpu": {"h2d_gb_s": 26.0}}, "link 0", "warn", "slower or narrower"),
         ({"gpu": {"kernel_error": "no alias"}}, "gpu_paths", "fail", "GPU 0: no alias"),
-        ({"gpu": {"kernel_tried": False}}, "gpu_paths", "fail", "not reached"),
+        ({"gpu": {"tried_paths": {}}}, "gpu_paths", "fail", "GPU 0: flat: it was not reached"),
+        ({"gpu": {"tried_paths": {"flat": ""}}}, "gpu_paths", "warn", "flat on GPU 0 GPU 0: rea"),
+        ({"gpu": {"tried_paths": {"flat": "no", "realign": "", "grouped": ""}}}, "gpu_paths",
+         "warn", "realign, grouped on GPU 0 GPU 0: flat: no"),
         ({"paths": ()}, "gpu_paths", "warn", "KVFERRY_DISABLE_PATHS"),
         ({"paths": (), "paths_error": "x is no path"}, "gpu_paths", "fail", "x is no path"),
         ({"host": {"huge_page_mode": "never"}}, "huge_pages", "warn", "echo madvise"),
@@ -213,6 +225,31 @@ def test_no_path_at_all_is_the_only_bad_verdict() -> None:
     assert not broken.some_path_works
     assert _check(broken, "cpu_paths").status is Status.FAIL
     assert not _diagnosed(host={"cpu_paths": ()}, paths=()).some_path_works
+
+
+def test_a_path_that_was_tried_and_failed_does_not_work() -> None:
+    """A GPU that runs a kernel and carries no transfer is no GPU that works."""
+    failed = dict.fromkeys(("flat", "realign", "grouped"), "does not compile")
+    diagnosis = _diagnosed(host={"cpu_paths": ()}, gpu={"tried_paths": failed})
+    assert not diagnosis.some_path_works
+    assert _check(diagnosis, "gpu_paths") == Check(
+        "gpu_paths",
+        Status.FAIL,
+        "none: no GPU carries a transfer, right to the last bit",
+        "GPU 0: flat: does not compile",
+    )
+
+
+def test_a_path_is_tried_with_real_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right on a path that works; wrong bytes, a fault and an absent path are told."""
+    assert round_trip_error("cpu_numpy", GuardedBuffer) == ""
+    assert "not to be had" in round_trip_error("flat", GuardedBuffer)
+
+    def does_nothing(move: Any, *_: Any, **__: Any) -> Any:
+        return np.ones(len(move.host_slots), dtype=np.bool_)
+
+    monkeypatch.setattr("kvferry.transfer.paths._PORTABLE", CpuPath("cpu_numpy", does_nothing))
+    assert "host pool after the store" in round_trip_error("cpu_numpy", GuardedBuffer)
 
 
 def test_last_whole_line_counts() -> None:
@@ -351,6 +388,37 @@ def test_json_on_this_machine(capsys: pytest.CaptureFixture[str], own_cache: Pat
     assert told["kernel_cache"][1]["found"] == str(own_cache)
 
 
+def test_the_kernel_cache_is_tried_for_real(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An entry is written, read and removed; each of the three that fails is told."""
+    _try_cache(CubinCache(own_cache))
+    assert list(own_cache.iterdir()) == []
+    cache = CubinCache(own_cache)
+    monkeypatch.setattr(cache, "get", lambda _: None)
+    with pytest.raises(CubinCacheError, match="was not there when it was read"):
+        _try_cache(cache)
+
+    def refuse(self: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refuse)
+        with pytest.raises(CubinCacheError, match="cannot be removed"):
+            _try_cache(CubinCache(own_cache))
+
+
+def test_a_kernel_cache_that_only_looks_writable_is_seen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where bytes do not stay there is a warning, whatever the folder's mode says."""
+    # Root may write there by its mode, and the kernel takes no files.
+    monkeypatch.setenv("KVFERRY_CACHE_DIR", "/proc/self")
+    status, check = _printed(capsys, 0)["kernel_cache"]
+    assert status == "warn"
+    assert "/proc/self" in check["found"]
+
+
 @pytest.mark.gpu
 def test_a_real_gpu_works(capsys: pytest.CaptureFixture[str], own_cache: Path) -> None:
     """With a GPU everything that a transfer needs was done on it, and the link was measured."""
@@ -387,11 +455,16 @@ def stub_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+_LIST_PATHS = "from kvferry.transfer import available_gpu_paths; print(available_gpu_paths())"
+
+
 @pytest.mark.parametrize(
     ("fault", "status", "name", "said"),
     [
-        ("", "ok", "gpu_paths", "on GPU 0"),
+        # It runs the probe's kernel and has none of those that transfer.
+        ("", "fail", "gpu_paths", "GPU 0: flat: the CUDA driver could not find kernel"),
         ("no_device", "fail", "driver", "CUDA_ERROR_NO_DEVICE"),
+        ("no_start", "fail", "driver", "CUDA_ERROR_OTHER (999)"),
         ("old", "fail", "gpu 0", "compute capability 7.5"),
         ("full", "warn", "link 0", "1048576 bytes are free"),
         ("no_register", "fail", "gpu_paths", "CUDA_ERROR_NOT_SUPPORTED"),
@@ -414,6 +487,12 @@ def test_a_gpu_that_is_a_stub(
     pytest.importorskip("cuda.bindings.driver")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(stub_folder))
     monkeypatch.setenv("STUB_FAULT", fault)
+    if fault == "no_start":  # an error that is neither "no device" nor "too old"
+        ran = subprocess.run(
+            [sys.executable, "-c", _LIST_PATHS], capture_output=True, text=True, check=True,
+            timeout=60,
+        )  # fmt: skip
+        assert ran.stdout == "()\n"
     told = _printed(capsys, 0)
     assert told[name][0] == status
     assert said in f"{told[name][1]['found']} {told[name][1]['advice']}"

@@ -63,6 +63,45 @@ def test_unroll_asks_for_grouped(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused["reason"].startswith("grouped: with unroll 8")
 
 
+def test_a_path_that_is_switched_off_is_not_chosen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told as such, and what is chosen is what an engine would take."""
+    monkeypatch.setenv("KVFERRY_DISABLE_PATHS", "flat")
+    told = _printed(capsys, "--element-size", "656")
+    assert told["chosen"] == "realign"
+    assert told["flat"]["eligible"] is False
+    assert told["flat"]["reason"] == "switched off by KVFERRY_DISABLE_PATHS"
+    monkeypatch.setenv("KVFERRY_DISABLE_PATHS", "realign, flat")
+    told = _printed(capsys, "--element-size", "656", "--unroll", "8")
+    assert told["chosen"] is None
+    assert told["grouped"]["reason"] == "its digests are made by realign, which is switched off"
+    assert main(["explain", "--element-size", "656"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Elements of 656 bytes, each on its own: no path"
+    assert [line.split()[1] for line in lines[2:]] == ["cannot"] * 3
+    monkeypatch.setenv("KVFERRY_DISABLE_PATHS", "flatt")
+    assert main(["explain", "--element-size", "656"]) == 2
+    assert "flatt is no path" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("element_size", "page_size"), [(1 << 31, 1), ((1 << 31) - 8, 2), (1 << 40, 1 << 20)]
+)
+def test_spans_that_kernels_cannot_count_have_no_path(
+    capsys: pytest.CaptureFixture[str], element_size: int, page_size: int
+) -> None:
+    """From 2^31 bytes on all three refuse, with the length and the limit."""
+    args = ["--element-size", str(element_size), "--page-size", str(page_size), "--unroll", "4"]
+    told = _printed(capsys, *args)
+    assert told["chosen"] is None
+    for path in ("flat", "realign", "grouped"):
+        assert told[path]["eligible"] is False
+        assert f"spans of {element_size * page_size:,} bytes" in told[path]["reason"]
+        assert "2,147,483,647" in told[path]["reason"]
+    assert _printed(capsys, "--element-size", str((1 << 31) - 8))["chosen"] == "flat"
+
+
 def test_words(capsys: pytest.CaptureFixture[str]) -> None:
     """Without --json: one line a path, which is taken, which can and which cannot."""
     assert main(["explain", "--element-size", "4104", "--page-size", "1"]) == 0

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from kvferry.cli.main import main
+from kvferry.testing.round_trip import RoundTrip
+from kvferry.transfer.numpy_mover import move_span_numpy
 from kvferry.transfer.paths import CpuPath
 
 
@@ -81,6 +83,26 @@ def test_the_way_out_is_told_when_another_path_is_right(
     out = capsys.readouterr().out
     assert "KVFERRY_DISABLE_PATHS=" not in out
     assert "Not tested: cpu (switched off by KVFERRY_DISABLE_PATHS)." in out
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_path_that_took_no_case_is_told(
+    as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is among those that were not tested, and not all is called exact."""
+    monkeypatch.setattr(RoundTrip, "takes", lambda _, path: path != "cpu_numpy")
+    monkeypatch.setattr("kvferry.transfer.paths._COMPILED", CpuPath("cpu", move_span_numpy))
+    monkeypatch.setattr("kvferry.transfer.paths.native_library", object)
+    assert main(["selftest", "--quick", *["--json"] * as_json]) == 0
+    out = capsys.readouterr().out
+    if as_json:
+        told = json.loads(out)
+        assert "cpu_numpy" not in told["paths"]
+        assert told["absent"]["cpu_numpy"] == "took no case"
+    else:
+        assert "Not tested: cpu_numpy (took no case)." in out
+        assert "All exact" not in out
+        assert out.splitlines()[-1].startswith("What was tested is exact: 160 transfers")
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -122,6 +122,35 @@ def test_a_step_that_hangs(gpu: ModuleType) -> None:
     assert found.output.endswith("stopped after 1 s")
 
 
+def test_a_step_that_tested_nothing(gpu: ModuleType) -> None:
+    """pytest is content when every test is skipped; the step is not."""
+    (step,) = (step for step in gpu._steps(quick=False) if step.name == "pytest")
+    for summary, status in (
+        ("57 skipped in 0.31s", "failed"),
+        ("0 passed, 57 skipped in 0.31s", "failed"),
+        ("no tests ran in 0.01s", "failed"),
+        ("57 passed in 31s", "passed"),
+        ("3 passed, 54 skipped, 12 deselected in 3.1s", "passed"),
+    ):
+        found = _step(gpu, f"print('{summary}')", must_print=step.must_print)
+        assert found.status == status, summary
+        assert ("it tested nothing" in found.output) is (status == "failed")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "verdict", "status"),
+    [
+        (("passed", "passed"), "all steps passed", 0),
+        (("passed", "skipped"), "passed, but skipped: b", 0),
+        (("failed", "skipped"), "FAILED: a; skipped: b", 1),
+        (("passed", "timed out"), "FAILED: b", 1),
+    ],
+)
+def test_the_verdict(gpu: ModuleType, statuses: tuple[str, str], verdict: str, status: int) -> None:
+    """What was skipped is never said to have passed, and is no failure either."""
+    assert gpu._verdict(dict(zip("ab", statuses, strict=True))) == (verdict, status)
+
+
 def test_a_step_that_cannot_be_run(gpu: ModuleType) -> None:
     """It is skipped with its reason, and nothing is started."""
     found = _step(gpu, "raise SystemExit(3)", skipped="there is no such tool")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 import random
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.kernels.emulator import compile_cpp, kernel_emulator
 
-import kvferry
 from kvferry.errors import PlanError
 from kvferry.geometry import Geometry, LayerView, Plane, Span
 from kvferry.kernels import NO_DIGEST, digest_spans, page_seed, resolve_copy, span_seeds
@@ -34,10 +33,6 @@ from kvferry.kernels.transfer_args import (
     span_runs,
 )
 
-_CSRC = Path(kvferry.__file__).parent / "kernels" / "csrc"
-_HERE = Path(__file__).parent
-_COMPILER = shutil.which("c++") or shutil.which("g++")
-
 _STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "FastDivisor": DivisorArgs,
     "View": ViewArgs,
@@ -47,21 +42,10 @@ _STRUCTURES: dict[str, type[ctypes.Structure]] = {
 _SCALARS = {ctypes.c_uint32: "uint32_t", ctypes.c_uint64: "uint64_t", ctypes.c_int64: "int64_t"}
 
 
-def _compile(source: Path, output: Path, *flags: str) -> None:
-    if _COMPILER is None:
-        pytest.skip("no C++ compiler")
-    strict = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-    command = [_COMPILER, *strict, "-I", str(_CSRC), *flags, str(source), "-o", str(output)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-    assert ran.returncode == 0, ran.stderr
-
-
 @pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def emulator() -> ctypes.CDLL:
     """The kernels' own functions, lane by lane, in this process."""
-    library = tmp_path_factory.mktemp("emulator") / "emulator.so"
-    _compile(_HERE / "transfer_emulator.cpp", library, "-shared", "-fPIC")
-    return ctypes.CDLL(str(library))
+    return kernel_emulator()
 
 
 # -------------------------------------------------------------------------------------- layout
@@ -103,7 +87,7 @@ def test_structures_are_laid_out_as_kernels_read_them(tmp_path: Path) -> None:
         assert covered == ctypes.sizeof(structure), f"{name} has holes that could hide a field"
     source, program = tmp_path / "layout.cpp", tmp_path / "layout"
     source.write_text("\n".join([*lines, "}", ""]))
-    _compile(source, program)
+    compile_cpp(source, program)
     ran = subprocess.run([str(program)], capture_output=True, text=True, check=True, timeout=20)
     assert ran.stdout.splitlines() == expected
 

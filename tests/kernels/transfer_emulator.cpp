@@ -1,5 +1,5 @@
-// The transfer kernels as a shared library, for test_transfer_args.py: what Python lays out is read
-// by the same functions that a GPU runs.
+// The transfer kernels as a shared library, for tests in Python: what Python lays out is read by
+// the same functions that a GPU runs.
 #include "transfer_lanes.h"
 
 extern "C" {
@@ -8,6 +8,11 @@ void emulate_flat(const kvferry::Transfer *transfer) { lanes::flat(*transfer); }
 
 void emulate_realign(const kvferry::Transfer *transfer, int digest_only) {
   lanes::realign(*transfer, digest_only != 0);
+}
+
+void emulate_grouped(const kvferry::Transfer *transfer, uint32_t threads, uint32_t package,
+                     uint32_t per_thread) {
+  lanes::grouped(*transfer, threads, package, per_thread);
 }
 
 void emulate_finish(const kvferry::Transfer *transfer) { lanes::finish(*transfer); }

@@ -14,7 +14,7 @@ from kvferry.errors import PlanError
 from kvferry.geometry import Geometry, LayerView, Plane, PoolView
 from kvferry.kernels import CopyPath
 from kvferry.memory import HostPool, RegisteredHostPool, SlotOwner
-from kvferry.transfer import TransferPlan, direct_mover
+from kvferry.transfer import TransferPlan, direct_mover, in_flight, span_tables
 from kvferry.transfer.direct_mover import DirectMover
 from kvferry.transfer.span_table import Carried
 
@@ -92,8 +92,10 @@ def _submit(
         tables.append(_Table(*given))
         return tables[-1]
 
-    for name, double in {**doubles, "SpanTable": table}.items():
+    for name, double in doubles.items():
         monkeypatch.setattr(direct_mover, name, double)
+    monkeypatch.setattr(in_flight, "Event", doubles["Event"])
+    monkeypatch.setattr(span_tables, "SpanTable", table)
     loader = mock.MagicMock()
     loader.driver.context.return_value.is_capturing.return_value = False
     mover = DirectMover(_on_gpu(), host, loader, verify=True, path=CopyPath(path))

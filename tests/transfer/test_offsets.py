@@ -177,10 +177,10 @@ class _SparseHost:
     def check_slots(self, slots: npt.NDArray[np.int64]) -> None:
         pass
 
-    def acquire(self) -> None:
+    def acquire(self, slots: npt.NDArray[np.int64]) -> None:
         pass
 
-    def release(self) -> None:
+    def release(self, slots: npt.NDArray[np.int64]) -> None:
         pass
 
 

@@ -31,8 +31,9 @@ def add_parser(
         help="show which GPU path carries an element, and why",
         description=(
             "Show which GPU path carries elements of some size between dense pools, what the other "
-            "paths would do, and why. Loads and stores choose alike. Padded or misaligned pools "
-            "may choose another path; the handle of a transfer names the one that it took."
+            "paths would do, and why. Loads and stores choose alike. What KVFERRY_DISABLE_PATHS "
+            "switches off is left out, and digests count as on. Padded or misaligned pools may "
+            "choose another path; the handle of a transfer names the one that it took."
         ),
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -64,12 +65,14 @@ def add_parser(
 def run(args: argparse.Namespace) -> int:
     """Print which path carries elements of ``args.element_size`` bytes."""
     from kvferry.errors import ConfigError
-    from kvferry.kernels import MAX_ROWS, resolve_copy
+    from kvferry.kernels import MAX_ROWS, refused_paths, resolve_copy
+    from kvferry.transfer import disabled_gpu_paths
 
     page_size = 1 if args.page_size is None else args.page_size
     if not 1 <= page_size <= MAX_ROWS:
         raise ConfigError(f"--page-size must be from 1 to {MAX_ROWS:,} tokens, not {page_size:,}")
-    decision = resolve_copy(args.element_size, rows=page_size, unroll=args.unroll)
+    refused = refused_paths(args.element_size * page_size, disabled=disabled_gpu_paths())
+    decision = resolve_copy(args.element_size, rows=page_size, unroll=args.unroll, refused=refused)
     if args.json:
         print(json.dumps(_described(decision), indent=2, ensure_ascii=False))
     else:
@@ -98,7 +101,7 @@ def _grouped(answer: GroupedAnswer) -> dict[str, Any]:
 def _told(decision: CopyDecision) -> list[str]:
     size = f"{decision.element_size:,} byte{'s' * (decision.element_size != 1)}"
     together = f"{decision.rows:,} side by side" if decision.rows > 1 else "each on its own"
-    head = f"Elements of {size}, {together}: {decision.chosen}"
+    head = f"Elements of {size}, {together}: {decision.chosen or 'no path'}"
     lines = [head, ""]
     for name in ("flat", "realign", "grouped"):
         answer = getattr(decision, name)

@@ -89,7 +89,9 @@ def _absent(report: SelfTestReport) -> Mapping[str, str]:
     off = disabled_paths(frozenset((*report.paths, *report.absent)))
     reasons = {}
     for name in report.absent:
-        if name in off:
+        if name in report.idle:
+            reasons[name] = "took no case"
+        elif name in off:
             reasons[name] = "switched off by KVFERRY_DISABLE_PATHS"
         elif name == _COMPILED:
             reasons[name] = (
@@ -134,7 +136,7 @@ def _table(report: SelfTestReport, absent: Mapping[str, str]) -> Sequence[str]:
     )
     lines += [f"Not tested: {name} ({reason})." for name, reason in absent.items()]
     if report.ok:
-        lines.append(f"All exact: {total}.")
+        lines.append(f"{'What was tested is exact' if report.idle else 'All exact'}: {total}.")
         return lines
     bad = [name for name, counts in report.paths.items() if counts.num_failures]
     lines.append(f"FAILED on {', '.join(bad)}: {report.num_failures:,} of {total}.")

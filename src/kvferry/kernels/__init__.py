@@ -18,7 +18,7 @@ from kvferry.kernels.copy_config import (
 from kvferry.kernels.digest import NO_DIGEST, digest_spans, page_seed, span_seeds
 from kvferry.kernels.move_kernels import MoveKernels, page_work
 from kvferry.kernels.native import NativeMove, NativeView, native_digest, native_library
-from kvferry.kernels.span_decision import decide_span
+from kvferry.kernels.span_decision import decide_span, refused_paths
 from kvferry.kernels.transfer_args import (
     NO_FAULT,
     SpanArgs,
@@ -53,6 +53,7 @@ __all__ = [
     "page_seed",
     "page_work",
     "pages_per_launch",
+    "refused_paths",
     "resolve_copy",
     "resolve_grouped",
     "span_args",

@@ -17,28 +17,27 @@ import numpy.typing as npt
 
 from kvferry.errors import (
     BudgetError,
-    ConfigError,
     HostMemoryError,
     PoolClosedError,
     PoolInUseError,
 )
 from kvferry.geometry import Geometry, PoolView, host_pool_view
-from kvferry.memory.budget import BudgetVerdict, check_budget, format_bytes
+from kvferry.memory.budget import BudgetVerdict, check_budget
+from kvferry.memory.busy_slots import BusySlots
 from kvferry.memory.mapping import HostMapping, close_on_exit
 from kvferry.memory.pin_driver import ContextPinDriver
 from kvferry.memory.pinned import pinned_already, register
+from kvferry.memory.pool_layout import PoolLayout
 from kvferry.memory.reading import MemoryReading, read_memory
 from kvferry.memory.registration import PinDriver, Registration
 from kvferry.memory.slot_owners import SlotOwner, SlotOwners, free_slots_named, why_in_use
-from kvferry.memory.slot_runs import SlotRun, Slots, whole_number
+from kvferry.memory.slot_runs import SlotRun, Slots, merge_slots
 from kvferry.types import SlotKind
 
 if TYPE_CHECKING:
     from kvferry.kernels.jit import Context
 
 __all__ = ["HostPool"]
-
-_DIGEST_BYTES = 8
 
 
 class HostPool:
@@ -81,10 +80,10 @@ class HostPool:
     ) -> None:
         self._geometry = geometry
         self._kind = SlotKind(kind)
-        self._slot_bytes = geometry.slot_bytes(self._kind)
-        self._num_spans = len(geometry.spans(self._kind))
-        self._num_slots = self._count_slots(num_bytes, num_slots)
-        self._num_bytes = self._total_bytes(self._num_slots)
+        self._layout = PoolLayout(geometry, self._kind)
+        self._slot_bytes = self._layout.slot_bytes
+        self._num_slots = self._layout.count_slots(num_bytes, num_slots)
+        self._num_bytes = self._layout.total_bytes(self._num_slots)
         self._budget = check_budget(
             self._num_bytes,
             read_memory() if reading is None else reading,
@@ -106,7 +105,9 @@ class HostPool:
         self._owners = SlotOwners(self._num_slots)
         self._registration: Registration | None = None
         self._owner_codes = np.frombuffer(self._owners.codes, dtype=np.uint8)
-        self._lease_lock = threading.Lock()
+        self._busy = BusySlots(self._num_slots)
+        # Reentrant, as the garbage collector may give a lease back in the middle of anything.
+        self._lease_lock = threading.RLock()
         self._num_leases = 0
 
     @property
@@ -224,10 +225,13 @@ class HostPool:
         """Give `slots` (runs, single slots or both), which `owner` has, back to the free list.
 
         Raises SlotOwnershipError, and changes nothing, when a slot is out of range, named twice,
-        free already or somebody else's.
+        free already, somebody else's, or still read or written by a transfer.
         """
         self._check_open()
-        self._owners.free(slots, owner)
+        runs = merge_slots(slots, self._num_slots)
+        with self._lease_lock:
+            self._busy.check_idle(runs)
+            self._owners.free(runs, owner)
 
     def hand_over(self, slots: Slots, owner: SlotOwner, new_owner: SlotOwner) -> None:
         """Make `slots` (runs, single slots or both), which `owner` has, those of `new_owner`.
@@ -285,20 +289,25 @@ class HostPool:
         """`pin` for the GPU of `context`."""
         return self.pin(ContextPinDriver(context))
 
-    def acquire(self) -> None:
-        """Take a lease: the pool cannot be closed until `release`. Any thread may call it."""
+    def acquire(self, slots: npt.NDArray[np.int64] | None = None) -> None:
+        """Take a lease: until `release` the pool cannot be closed, nor `slots` be freed.
+
+        Any thread may call it.
+        """
         with self._lease_lock:
             self._check_open()
             self._num_leases += 1
+            self._busy.add(slots)
 
-    def release(self) -> None:
-        """Give a lease back. Raises HostMemoryError when none is out."""
+    def release(self, slots: npt.NDArray[np.int64] | None = None) -> None:
+        """Give back a lease of the same slots. Raises HostMemoryError when none is out."""
         with self._lease_lock:
             if self._num_leases == 0:
                 raise HostMemoryError(
                     "release() was called with 0 leases out: call it once for each acquire()"
                 )
             self._num_leases -= 1
+            self._busy.remove(slots)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[Self]:
@@ -350,40 +359,11 @@ class HostPool:
         state = "closed" if self.closed else f"{self.num_free} of {self._num_slots} free"
         return f"HostPool({self._kind.value} slots of {self._slot_bytes} B, {state})"
 
-    def _count_slots(self, num_bytes: int | None, num_slots: int | None) -> int:
-        if self._slot_bytes == 0:
-            raise ConfigError(
-                f"this geometry has no planes for {self._kind.value} slots: make a pool only for "
-                f"the kinds of slots that it has"
-            )
-        if num_slots is not None and num_bytes is None:
-            return whole_number("num_slots", num_slots, 1)
-        if num_bytes is None or num_slots is not None:
-            raise ConfigError(
-                f"num_bytes={num_bytes} and num_slots={num_slots}: give one of the two"
-            )
-        num_bytes = whole_number("num_bytes", num_bytes, 0)
-        count = num_bytes // (self._slot_bytes + self._num_spans * _DIGEST_BYTES)
-        while count > 0 and self._total_bytes(count) > num_bytes:
-            count -= 1
-        if count < 1:
-            raise ConfigError(
-                f"num_bytes={num_bytes} holds no slot: one {self._kind.value} slot and its "
-                f"digests take {format_bytes(self._total_bytes(1))}; give at least that"
-            )
-        return count
-
-    def _digest_offset(self, num_slots: int) -> int:
-        return -(-num_slots * self._slot_bytes // _DIGEST_BYTES) * _DIGEST_BYTES
-
-    def _total_bytes(self, num_slots: int) -> int:
-        return self._digest_offset(num_slots) + num_slots * self._num_spans * _DIGEST_BYTES
-
     def _digest_table(self) -> npt.NDArray[np.uint64]:
         table: npt.NDArray[np.uint64] = np.frombuffer(
-            self._mapping.view, dtype=np.uint64, offset=self._digest_offset(self._num_slots)
+            self._mapping.view, dtype=np.uint64, offset=self._layout.digest_offset(self._num_slots)
         )
-        return table.reshape(self._num_slots, self._num_spans)
+        return table.reshape(self._num_slots, self._layout.num_spans)
 
     def _check_open(self) -> None:
         if self._mapping.closed:

@@ -98,7 +98,7 @@ class RegisteredHostPool:
         self._mapping = HostMapping(self.num_slots * self._num_spans * _DIGEST_BYTES)
         self._digests = self._digest_table()
         self._registration: Registration | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._leases = 0
 
     @classmethod
@@ -201,13 +201,13 @@ class RegisteredHostPool:
     def __repr__(self) -> str:
         return f"RegisteredHostPool({self.kind.value} slots: {self.num_slots}, {self.view!r})"
 
-    def acquire(self) -> None:
-        """Keep the pool open; raises PoolClosedError if it is closed."""
+    def acquire(self, slots: NDArray[np.int64] | None = None) -> None:  # noqa: ARG002
+        """Keep the pool open; raises PoolClosedError if it is closed. `slots` are the engine's."""
         with self._lock:
             self._check_open()
             self._leases += 1
 
-    def release(self) -> None:
+    def release(self, slots: NDArray[np.int64] | None = None) -> None:  # noqa: ARG002
         """Give back one `acquire`. Raises HostMemoryError when none is out."""
         with self._lock:
             if self._leases == 0:

@@ -1,5 +1,6 @@
 """What kvferry's own tests are made of, for the tests of others, and the self-test."""
 
+from kvferry.testing.device_memory import GuardedDeviceBuffer
 from kvferry.testing.layouts import (
     DeviceLayout,
     num_pool_bytes,
@@ -20,6 +21,7 @@ from kvferry.testing.patterns import (
 )
 from kvferry.testing.reference import reference_digest, reference_row, reference_transfer
 from kvferry.testing.reserved import ReservedSpace
+from kvferry.testing.round_trip import DeviceMemory, RoundTrip
 from kvferry.testing.selftest import (
     PathCounts,
     SelfTestCase,
@@ -33,9 +35,12 @@ __all__ = [
     "GUARD_BYTES",
     "POISON",
     "DeviceLayout",
+    "DeviceMemory",
     "GuardedBuffer",
+    "GuardedDeviceBuffer",
     "PathCounts",
     "ReservedSpace",
+    "RoundTrip",
     "SelfTestCase",
     "SelfTestFailure",
     "SelfTestReport",

@@ -117,9 +117,11 @@ class SelfTestReport:
     """The first of them; `PathCounts.num_failures` counts all."""
 
     absent: tuple[str, ...]
-    """Paths that were not tested: switched off, or not installed."""
+    """Paths that were not tested: switched off, not installed, or among `idle`."""
 
     seconds: float
+    idle: tuple[str, ...] = ()
+    """Paths that are there and took no case."""
 
     @property
     def ok(self) -> bool:
@@ -225,11 +227,13 @@ def run_selftest(
             progress(case)
         for device in devices:
             _run_case(case, device, paths, failures)
+    tested = {name: counts for name, counts in paths.items() if counts.cases}
     return SelfTestReport(
-        paths=paths,
+        paths=tested,
         failures=tuple(failures[:_SHOWN_FAILURES]),
-        absent=tuple(name for name in _KNOWN_PATHS if name not in paths),
+        absent=tuple(name for name in _KNOWN_PATHS if name not in tested),
         seconds=time.perf_counter() - began,
+        idle=tuple(name for name in paths if name not in tested),
     )
 
 

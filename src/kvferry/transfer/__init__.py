@@ -5,7 +5,11 @@ from kvferry.transfer.engine import TransferEngine
 from kvferry.transfer.handle import CompletedTransfer, TransferHandle
 from kvferry.transfer.host_pages import HostPages
 from kvferry.transfer.indices import DeviceRows, blocks_to_rows
-from kvferry.transfer.paths import available_cpu_paths, available_gpu_paths
+from kvferry.transfer.paths import (
+    available_cpu_paths,
+    available_gpu_paths,
+    disabled_gpu_paths,
+)
 from kvferry.transfer.plan import TransferPlan
 
 __all__ = [
@@ -19,4 +23,5 @@ __all__ = [
     "available_cpu_paths",
     "available_gpu_paths",
     "blocks_to_rows",
+    "disabled_gpu_paths",
 ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvferry.errors import PlanError
+from kvferry.errors import DriverError, PlanError
 from kvferry.kernels import NO_FAULT
 from kvferry.kernels.jit import Context, DeviceBuffer, PinnedBuffer, Stream
 from kvferry.transfer.indices import DeviceRows
@@ -64,14 +64,28 @@ def row_tables(
     return tables, table_of
 
 
+def _pair(context: Context, num_bytes: int) -> tuple[DeviceBuffer, PinnedBuffer]:
+    device = DeviceBuffer(context, num_bytes)
+    try:
+        return device, PinnedBuffer(context, num_bytes)
+    except DriverError:
+        device.close()
+        raise
+
+
 class CommandBuffer:
     """Room for one transfer at a time. Grows to what the largest needs, and never shrinks."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._device = DeviceBuffer(context, _SMALLEST_BYTES)
-        self._upload = PinnedBuffer(context, _SMALLEST_BYTES)
-        self._report = PinnedBuffer(context, _SMALLEST_BYTES)
+        self._device, self._upload = _pair(context, _SMALLEST_BYTES)
+        try:
+            self._report = PinnedBuffer(context, _SMALLEST_BYTES)
+        except DriverError:
+            self._device.close()
+            self._upload.close()
+            raise
+        self._on_device: list[tuple[int, DeviceRows]] = []
         self.row_tables: tuple[int, ...] = ()
         self.index_bytes = 8
         self.host_slots = 0
@@ -114,11 +128,19 @@ class CommandBuffer:
         self._num_pages = plan.num_pages
         bad_bytes = -(-plan.num_pages // _ALIGNMENT) * _ALIGNMENT
         self._clear_bytes = bad_bytes + num_spans * plan.num_pages * 8
-        base = self._reserve(self._upload_bytes + self._clear_bytes, 8 + plan.num_pages)
+        behind = self._upload_bytes + self._clear_bytes
+        on_device = []
+        for rows in tables:
+            if isinstance(rows, DeviceRows):
+                behind = -(-behind // _ALIGNMENT) * _ALIGNMENT
+                on_device.append((behind, rows))
+                behind += rows.num_bytes
+        base = self._reserve(behind, 8 + plan.num_pages)
+        self._on_device = [(base + offset, rows) for offset, rows in on_device]
         *placed, self.host_slots, self.page_seeds = (base + offset for offset in offsets)
-        places = iter(placed)
+        places, copies = iter(placed), iter(self._on_device)
         self.row_tables = tuple(
-            rows.address if isinstance(rows, DeviceRows) else next(places) for rows in tables
+            next(copies)[0] if isinstance(rows, DeviceRows) else next(places) for rows in tables
         )
         self.fault = base + fault
         self.bad_pages = self.fault + 8
@@ -130,16 +152,25 @@ class CommandBuffer:
         ctypes.c_uint64.from_address(staged + fault).value = NO_FAULT
 
     def _reserve(self, device_bytes: int, report_bytes: int) -> int:
+        # First the new, then away with the old: where there is no room for it, nothing changed.
         if self._device.num_bytes < device_bytes:
-            size = 1 << (device_bytes - 1).bit_length()
+            grown = _pair(self._context, 1 << (device_bytes - 1).bit_length())
             self._device.close()
             self._upload.close()
-            self._device = DeviceBuffer(self._context, size)
-            self._upload = PinnedBuffer(self._context, size)
+            self._device, self._upload = grown
         if self._report.num_bytes < report_bytes:
+            report = PinnedBuffer(self._context, 1 << (report_bytes - 1).bit_length())
             self._report.close()
-            self._report = PinnedBuffer(self._context, 1 << (report_bytes - 1).bit_length())
+            self._report = report
         return self._device.address
+
+    def keep_rows(self, stream: Stream) -> None:
+        """Copy row tables that lie on the device, in the caller's `stream`.
+
+        The transfer runs later and in another stream; by then its caller may have written others.
+        """
+        for target, rows in self._on_device:
+            stream.copy_within(target, rows.address, rows.num_bytes)
 
     def copy_in(self, stream: Stream) -> None:
         """Bring it to the device and clear what the kernels add to."""

@@ -82,7 +82,7 @@ class CpuCarrier:
             raise PlanError(
                 f"stream {stream}: pools in host memory have no streams; submit without one"
             )
-        self._host.acquire()
+        self._host.acquire(plan.host_slots)
         try:
             good = self._run(self._moves(plan), plan)
         except (MemoryError, OSError, RuntimeError) as fault:
@@ -98,7 +98,7 @@ class CpuCarrier:
             self._forget_digests(plan)
             raise
         finally:
-            self._host.release()
+            self._host.release(plan.host_slots)
         bad = tuple(int(page) for page in np.flatnonzero(~good))
         return CompletedTransfer(plan, self._path, self._verify, failed_pages=bad)
 

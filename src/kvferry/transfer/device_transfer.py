@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from kvferry.kernels import fault_of
 from kvferry.transfer.handle import DEFAULT_TIMEOUT_SECS, TransferHandle
 
 if TYPE_CHECKING:
-    from kvferry.kernels.jit import Context, Event
+    from kvferry.kernels.jit import Context, Event, Stream
     from kvferry.transfer.command_buffer import CommandBuffer
     from kvferry.transfer.plan import TransferPlan
 
@@ -33,6 +34,7 @@ class DeviceTransfer(TransferHandle):
         commands: CommandBuffer,
         layers: Mapping[int, Event],
         finished: Event,
+        lock: threading.RLock,
         on_done: Callable[[DeviceTransfer, CommandBuffer, Sequence[Event]], None],
     ) -> None:
         self.plan = plan
@@ -44,9 +46,12 @@ class DeviceTransfer(TransferHandle):
         self._layers = layers
         self._finished = finished
         self._on_done = on_done
+        self._lock = lock
         self._error: TransferError | None = None
         self._bad_pages: tuple[int, ...] = ()
         self._over = False
+        # Until `finished` is recorded anew it tells of an earlier transfer, and means nothing.
+        self._submitted = False
 
     @property
     def path(self) -> str:
@@ -63,9 +68,10 @@ class DeviceTransfer(TransferHandle):
 
     def poll(self) -> None:
         """Look whether the GPU is done; if so take its report and give the buffers back."""
-        if not self._over:
-            with self._context.beside_captures():
-                self._settle()
+        with self._lock:
+            if self._submitted and not self._over:
+                with self._context.beside_captures():
+                    self._settle()
 
     @property
     def error(self) -> TransferError | None:
@@ -75,7 +81,22 @@ class DeviceTransfer(TransferHandle):
     def bad_pages(self) -> tuple[int, ...]:
         return self._bad_pages if self.done else ()
 
-    def fail(self, fault: DriverError) -> None:
+    def submitted(self) -> None:
+        """All that there is of it is in its stream, and `finished` is recorded behind."""
+        self._submitted = True
+
+    def hold_back(self, stream: Stream) -> None:
+        """Let `stream` go on only when this transfer is over; the context must be current."""
+        with self._lock:
+            if self._submitted and not self._over:
+                stream.wait_for(self._finished)
+
+    def lose(self, fault: DriverError) -> None:
+        """Nobody can tell any more when it ends: it has failed, and keeps its buffers for ever."""
+        self.fail(fault)
+        self._over = True
+
+    def fail(self, fault: BaseException) -> None:
         """The transfer could not be submitted whole: it ends as failed when the rest is over."""
         self._error = TransferFaultError(
             f"{self.plan.direction.value} of {self.plan.num_pages} pages on path {self._path} "

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -12,43 +10,38 @@ from typing import TYPE_CHECKING
 from kvferry.errors import (
     ConfigError,
     DriverError,
+    PinError,
     PlanError,
     TransferError,
     TransferFaultError,
 )
 from kvferry.kernels import (
+    NO_DIGEST,
+    UNROLLS,
     CopyDecision,
     CopyPath,
-    GroupedConfig,
     MoveKernels,
-    decide_span,
-    span_args,
 )
 from kvferry.kernels.jit import Event, Stream, process_loader
 from kvferry.transfer.captured_transfer import CapturedTransfer
 from kvferry.transfer.command_buffer import CommandBuffer, CommandBuffers, row_tables
 from kvferry.transfer.device_transfer import DeviceTransfer
+from kvferry.transfer.in_flight import InFlight
 from kvferry.transfer.paths import disabled_gpu_paths
 from kvferry.transfer.span_launcher import SpanLauncher
-from kvferry.transfer.span_table import Carried, SpanTable
+from kvferry.transfer.span_table import SpanTable
+from kvferry.transfer.span_tables import SpanTables
 from kvferry.types import Direction
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from kvferry.geometry import LayerView, PoolView, Span
+    from kvferry.geometry import PoolView
     from kvferry.kernels.jit import KernelLoader
     from kvferry.transfer.host_pages import HostPages
     from kvferry.transfer.plan import TransferPlan
 
 __all__ = ["DirectMover"]
 
-# A plan's kind (its spans, runs and row tables) is laid out once; this many kinds are kept.
-_MAX_TABLES = 64
-_FINISH_BLOCK = 256
-
-_TableKey = tuple[tuple[tuple[int, int, int], ...], int]
+_parked: list[DirectMover] = []
 
 
 class DirectMover:
@@ -80,12 +73,8 @@ class DirectMover:
         unroll: int | None = None,
         disabled: frozenset[CopyPath] = frozenset(),
     ) -> None:
-        self._device = device
         self._host = host
         self._verify = verify
-        self._path = path
-        self._unroll = unroll
-        self._disabled = disabled
         self._gpu = _gpu_index(device.device)
         self._context = loader.driver.context(self._gpu)
         with self._context.current():
@@ -96,9 +85,21 @@ class DirectMover:
             self._ready = {direction: Event(self._context) for direction in Direction}
         self._launcher = SpanLauncher(kernels, verify=verify, blocks=blocks)
         self._commands = CommandBuffers(self._context)
-        self._events: list[Event] = []
-        self._tables: collections.OrderedDict[_TableKey, SpanTable] = collections.OrderedDict()
-        self._in_flight: dict[int, DeviceTransfer] = {}
+        self._in_flight = InFlight(self._context)
+        self._tables = SpanTables(
+            device,
+            host,
+            self._pinned,
+            self._context,
+            self._setup,
+            load=self._launcher.load,
+            in_use=lambda table: bool(self._captured) or self._in_flight.uses(table),
+            verify=verify,
+            path=path,
+            unroll=unroll,
+            disabled=disabled,
+        )
+        self._lost: list[DeviceTransfer] = []
         self._captured: list[CapturedTransfer] = []
         self._closed = False
 
@@ -119,8 +120,13 @@ class DirectMover:
             ConfigError: `path` is no GPU path or is switched off, or `num_blocks` is below 1.
             MissingDependencyError, NoDeviceError, DriverTooOldError, PinError: as they say.
         """
-        if num_blocks is not None and num_blocks < 1:
-            raise ConfigError(f"num_blocks={num_blocks}: give at least 1, or None")
+        if num_blocks is not None and not (isinstance(num_blocks, int) and num_blocks >= 1):
+            raise ConfigError(f"num_blocks={num_blocks}: give a whole number from 1, or None")
+        if unroll is not None and (unroll not in UNROLLS or path not in (None, "grouped")):
+            raise ConfigError(
+                f"unroll={unroll} with path={path!r}: it is one of "
+                f"{', '.join(map(str, UNROLLS))}, and goes with grouped alone"
+            )
         disabled = disabled_gpu_paths()
         names = [one.value for one in CopyPath if one not in disabled]
         if not names:
@@ -152,24 +158,9 @@ class DirectMover:
         """Device memory that it holds for transfers in flight."""
         return self._commands.device_bytes
 
-    def decide(self, span: Span, run_rows: int) -> CopyDecision:
-        """Which kernel carries `span` where `run_rows` rows are neighbours, and why."""
-        return decide_span(
-            span,
-            self._device.view(span.plane.name, span.layer),
-            self._host_view(span),
-            run_rows=run_rows,
-            path=self._path,
-            unroll=self._unroll,
-            disabled=self._disabled,
-        )
-
     def explain(self, plan: TransferPlan) -> Mapping[tuple[str, int], CopyDecision]:
         """For each plane and layer of `plan`: which kernel carries it, and why."""
-        return {
-            (span.plane.name, span.layer): self.decide(span, plan.device_run(span.plane.name))
-            for span in plan.spans
-        }
+        return self._tables.explain(plan)
 
     def submit(self, plan: TransferPlan, stream: int | None) -> DeviceTransfer:
         """Start `plan` after what `stream` holds now; None: the caller's current stream.
@@ -189,7 +180,13 @@ class DirectMover:
                     f"is to carry out is put there by the engine's `capture`. For one transfer, "
                     f"submit before the replay, and call wait_all on the stream that replays"
                 )
-            return self._start(plan, *self._prepare(plan), stream)
+            finished = self._in_flight.event()
+            try:
+                table, commands = self._prepare(plan)
+            except BaseException:
+                self._in_flight.put_back(finished)
+                raise
+            return self._start(plan, table, commands, finished, stream)
 
     def capture(self, plan: TransferPlan, stream: int | None, owner: object) -> CapturedTransfer:
         """Put `plan` into the graph that `stream` is capturing; `owner` lives as long as it.
@@ -212,6 +209,7 @@ class DirectMover:
             theirs = Stream.borrowed(self._context, stream)
             # Where one of these fails, the graph may hold the others: nothing is given back.
             commands.copy_in(theirs)
+            commands.keep_rows(theirs)
             self._launcher.launch(plan, table, commands, theirs, lambda _: None)
             commands.copy_out(theirs)
             return captured
@@ -219,15 +217,28 @@ class DirectMover:
     def _let_go(self, captured: CapturedTransfer, commands: CommandBuffer) -> None:
         self._captured.remove(captured)
         self._commands.put(commands)
-        self._host.release()
+        self._host.release(captured.plan.host_slots)
 
     def _prepare(self, plan: TransferPlan) -> tuple[SpanTable, CommandBuffer]:
         """What a transfer needs before anything is enqueued; the pool is leased."""
         if self._closed:
             raise TransferError("the engine is closed; make a new one over the same pools")
-        self._reap()
+        self._in_flight.reap()
+        self._host.acquire(plan.host_slots)
+        try:
+            return self._laid_out(plan)
+        except BaseException:
+            self._host.release(plan.host_slots)
+            raise
+
+    def _laid_out(self, plan: TransferPlan) -> tuple[SpanTable, CommandBuffer]:
+        if self._pinned.closed:
+            raise PinError(
+                "the host pool is not pinned any more, for a close() of it has failed: make a new "
+                "engine, which pins it again"
+            )
         tables, table_of = row_tables(plan)
-        table = self._table(plan, table_of)
+        table = self._tables.take(plan, table_of)
         if plan.num_pages > table.max_pages:
             raise PlanError(
                 f"{plan.num_pages} pages in one transfer; kernels take {table.max_pages} of "
@@ -236,18 +247,21 @@ class DirectMover:
         commands = self._commands.take()
         try:
             commands.lay_out(plan, tables, table.num_spans)
-        except (DriverError, PlanError):
+        except BaseException:
             self._commands.put(commands)
             raise
-        self._host.acquire()
         return table, commands
 
     def _start(
-        self, plan: TransferPlan, table: SpanTable, commands: CommandBuffer, stream: int
+        self,
+        plan: TransferPlan,
+        table: SpanTable,
+        commands: CommandBuffer,
+        finished: Event,
+        stream: int,
     ) -> DeviceTransfer:
         ours = self._streams[plan.direction]
         layers: dict[int, Event] = {}
-        finished = self._event()
         transfer = DeviceTransfer(
             plan,
             path=table.path,
@@ -257,13 +271,16 @@ class DirectMover:
             commands=commands,
             layers=layers,
             finished=finished,
+            lock=self._in_flight.lock,
             on_done=self._retire,
         )
-        self._in_flight[id(transfer)] = transfer
+        self._in_flight.add(transfer, table)
         try:
+            commands.keep_rows(Stream.borrowed(self._context, stream))
             ready = self._ready[plan.direction]
             ready.record(stream)
             ours.wait_for(ready)
+            self._in_flight.order(ours, plan)
             commands.copy_in(ours)
             self._launcher.launch(
                 plan, table, commands, ours,
@@ -272,100 +289,66 @@ class DirectMover:
             commands.copy_out(ours)
         except DriverError as fault:
             transfer.fail(fault)
-        finished.record(ours.handle)
+        except BaseException as stopped:  # an interrupt, say, which goes on when all is in order
+            transfer.fail(stopped)
+            raise
+        finally:
+            self._end(transfer, finished, ours)
         return transfer
 
-    def _table(self, plan: TransferPlan, table_of: dict[str, int]) -> SpanTable:
-        runs = {name: plan.device_run(name) for name in plan.device_rows}
-        key: _TableKey = (
-            tuple((s.index, table_of[s.plane.name], runs[s.plane.name]) for s in plan.spans),
-            0,
-        )
-        found = self._tables.get(key)
-        if found is None:
-            carried = [
-                self._carry(span, table_of[span.plane.name], runs[span.plane.name])
-                for span in plan.spans
-            ]
-            # Here, where nothing is under way yet that a compiler's failure would leave behind.
-            self._launcher.load(carried)
-            found = self._tables[key] = SpanTable(self._context, carried, self._setup)
-            if len(self._tables) > _MAX_TABLES and not (self._in_flight or self._captured):
-                self._tables.popitem(last=False)[1].close()
-        self._tables.move_to_end(key)
-        return found
-
-    def _carry(self, span: Span, rows_table: int, run_rows: int) -> Carried:
-        decision = self.decide(span, run_rows)
-        if decision.chosen is None:
-            raise PlanError(
-                f"plane {span.plane.name!r}, layer {span.layer} cannot move as asked: "
-                f"{decision.reason}"
-            )
-        grouped: GroupedConfig | None = None
-        if decision.chosen is CopyPath.GROUPED:
-            grouped = decision.grouped.config
-        digests: NDArray[np.uint64] = self._host.digests
-        address = digests.ctypes.data + span.index * digests.itemsize
-        args = span_args(
-            span,
-            self._device.view(span.plane.name, span.layer),
-            self._host_view(span),
-            run_rows=run_rows,
-            digest_address=self._pinned.device_address(address),
-            digest_stride=digests.strides[0],
-            rows_table=rows_table,
-        )
-        return Carried(span.model_layer, decision.chosen, grouped, args)
-
-    def _host_view(self, span: Span) -> LayerView:
-        """The span's rows on the host, where the device sees them."""
-        view = self._host.view.view(span.plane.name, span.layer)
-        return dataclasses.replace(view, address=self._pinned.device_address(view.address))
+    def _end(self, transfer: DeviceTransfer, finished: Event, ours: Stream) -> None:
+        """Mark where the transfer ends in its stream, however much of it came there."""
+        try:
+            finished.record(ours.handle)
+        except DriverError as fault:
+            transfer.fail(fault)
+            try:
+                ours.drain()
+            except DriverError as lost:
+                transfer.lose(lost)
+                self._lost.append(transfer)
+                return
+        transfer.submitted()
 
     def current_stream(self) -> int:
         """The caller's current stream on this GPU: torch's where torch is loaded, else legacy."""
         torch = sys.modules.get("torch")
-        if torch is None:
+        if torch is None or not torch.cuda.is_available():  # a build for the CPU has no streams
             return 0
         return int(torch.cuda.current_stream(self._gpu).cuda_stream)
 
-    def _event(self) -> Event:
-        return self._events.pop() if self._events else Event(self._context)
-
     def _recorded(self, stream: Stream) -> Event:
-        event = self._event()
+        event = self._in_flight.event()
         event.record(stream.handle)
         return event
-
-    def _reap(self) -> None:
-        """Retire what is over, so that buffers and events of dropped handles come back."""
-        for transfer in list(self._in_flight.values()):
-            transfer.poll()
 
     def _retire(
         self, transfer: DeviceTransfer, commands: CommandBuffer, events: Sequence[Event]
     ) -> None:
-        del self._in_flight[id(transfer)]
+        self._in_flight.remove(transfer, events)
         self._commands.put(commands)
-        self._events.extend(events)
-        self._host.release()
+        if not self._verify and transfer.plan.direction is Direction.STORE:
+            self._host.digests[transfer.plan.host_slots] = NO_DIGEST
+        self._host.release(transfer.plan.host_slots)
 
     def close(self) -> None:
         """Wait for what is in flight, well or not, then give all memory back."""
         self._closed = True
-        for transfer in list(self._in_flight.values()):
+        for transfer in self._in_flight:
             with contextlib.suppress(TransferFaultError):  # its handle tells
                 transfer.wait()
         for captured in list(self._captured):
             captured.close()
+        if self._lost:
+            # The GPU may still be at it, and nobody can ask: what it uses is never used for else.
+            _parked.append(self)
+            return
         with self._context.beside_captures():
             self._commands.close()
-            while self._tables:
-                self._tables.popitem()[1].close()
-            for event in (*self._events, *self._ready.values()):
+            self._tables.close()
+            self._in_flight.close()
+            for event in self._ready.values():
                 event.close()
-            self._events.clear()
             for stream in (*self._streams.values(), self._setup):
                 stream.close()
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from kvferry.env import debug_checks
-from kvferry.errors import ConfigError, PlanError, ViewError
+from kvferry.errors import ConfigError, PlanError, TransferTimeoutError, ViewError
 from kvferry.transfer.cpu_carrier import CpuCarrier
 from kvferry.transfer.direct_mover import DirectMover
-from kvferry.transfer.indices import DeviceRows, check_unique
+from kvferry.transfer.indices import DeviceRows, check_unique, run_length
 from kvferry.transfer.shared_rows import check_apart
 from kvferry.types import Direction
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from kvferry.transfer.plan import TransferPlan
 
 __all__ = ["TransferEngine"]
+
+_logger = logging.getLogger(__name__)
 
 
 class _Carrier(Protocol):
@@ -125,7 +129,7 @@ class TransferEngine:
                 f"in host memory (cpu)"
             )
         # An engine that is dropped is closed: memory must not go while a GPU uses it.
-        weakref.finalize(self, self._carrier.close).atexit = False
+        weakref.finalize(self, _close_dropped, self._carrier).atexit = False
 
     def __repr__(self) -> str:
         return (
@@ -250,7 +254,13 @@ class TransferEngine:
                     )
                 if not debug_checks():
                     continue
+                promised = rows.run
                 rows = plan.rows_on_host(name)
+                if math.gcd(run_length(rows), promised) != promised:
+                    raise PlanError(
+                        f"{what} are not in runs of {promised} as device_run promised, but of "
+                        f"{run_length(rows)}; promise what the engine keeps"
+                    )
                 if rows.size and int(rows.min()) < 0:
                     raise PlanError(f"{what} holds {int(rows.min())}; rows count from 0")
                 if direction is Direction.LOAD:
@@ -258,6 +268,22 @@ class TransferEngine:
             _check_range(what, rows, self._device.num_rows(name), "rows")
         if self._device.shared_storage and direction is Direction.LOAD:
             check_apart(plan, self._device)
+
+
+# What a GPU may still use although its engine is gone: kept, as it must not be used for else.
+_parked: list[_Carrier] = []
+
+
+def _close_dropped(carrier: _Carrier) -> None:
+    try:
+        carrier.close()
+    except TransferTimeoutError as late:
+        _parked.append(carrier)
+        _logger.warning(
+            "an engine was dropped with a transfer that does not end (%s); its pools and buffers "
+            "are kept. Call close() before an engine goes, and wait for its transfers",
+            late,
+        )
 
 
 def _check_range(what: str, indices: NDArray[np.int64], limit: int, of: str) -> None:

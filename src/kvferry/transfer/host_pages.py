@@ -18,6 +18,10 @@ __all__ = ["HostPages", "PinnedAddresses"]
 class PinnedAddresses(Protocol):
     """Pinned host memory as a GPU sees it."""
 
+    @property
+    def closed(self) -> bool:
+        """Whether it is pinned no more."""
+
     def device_address(self, host_address: int, num_bytes: int = 1) -> int:
         """What the GPU calls `host_address`, good for `num_bytes` from there on."""
 
@@ -54,8 +58,11 @@ class HostPages(Protocol):
         Shape: ``[N]``, every one below `num_slots`.
         """
 
-    def acquire(self) -> None:
-        """Keep the pool from being closed; raises PoolClosedError if it is already."""
+    def acquire(self, slots: NDArray[np.int64]) -> None:
+        """Keep the pool from being closed and `slots` from being freed, until `release`.
 
-    def release(self) -> None:
-        """Give back one `acquire`."""
+        Raises PoolClosedError if it is closed.
+        """
+
+    def release(self, slots: NDArray[np.int64]) -> None:
+        """Give back one `acquire` of the same slots. On any thread."""

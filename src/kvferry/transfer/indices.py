@@ -51,6 +51,11 @@ class DeviceRows:
     tensor: Any = dataclasses.field(repr=False)
     """Keeps the indices alive until the transfer is over."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the indices."""
+        return self.index_bytes * self.shape[0] * self.shape[1]
+
     def to_host(self) -> NDArray[np.int64]:
         """A copy in host memory; waits for the device."""
         return np.asarray(self.tensor.cpu(), dtype=np.int64).reshape(self.shape)

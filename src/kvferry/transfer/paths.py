@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvferry.env import disabled_paths
-from kvferry.errors import ConfigError, DriverTooOldError, MissingDependencyError, NoDeviceError
+from kvferry.errors import ConfigError, DriverError, MissingDependencyError
 from kvferry.kernels import CopyPath, native_library
 from kvferry.kernels.jit import process_loader
 from kvferry.transfer.native_mover import move_span_native
@@ -65,7 +65,7 @@ def available_gpu_paths() -> tuple[CopyPath, ...]:
     """The paths for GPU pools that are not switched off; none where no GPU can be used."""
     try:
         usable = process_loader().driver.num_devices > 0
-    except (MissingDependencyError, NoDeviceError, DriverTooOldError):
+    except (MissingDependencyError, DriverError):  # `kvferry doctor` tells which
         usable = False
     off = disabled_gpu_paths()
     return tuple(path for path in CopyPath if usable and path not in off)

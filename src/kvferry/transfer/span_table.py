@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvferry.errors import DriverError
 from kvferry.kernels import CopyPath, page_work, pages_per_launch
 from kvferry.kernels.jit import Context, DeviceBuffer, Stream
 
@@ -52,8 +53,12 @@ class SpanTable:
         self._buffer = DeviceBuffer(context, ctypes.sizeof(array))
         self.address = self._buffer.address
         # Not a plain copy: that would wait for all that the caller's default stream holds.
-        stream.copy_in(self.address, ctypes.addressof(array), ctypes.sizeof(array))
-        stream.drain()
+        try:
+            stream.copy_in(self.address, ctypes.addressof(array), ctypes.sizeof(array))
+            stream.drain()
+        except DriverError:
+            self._buffer.close()
+            raise
 
     @property
     def path(self) -> str:

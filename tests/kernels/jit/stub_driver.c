@@ -29,6 +29,7 @@ EXPORT struct launch stub_launch;
 EXPORT int stub_depth;           /* contexts on the stack of the calling thread */
 EXPORT int stub_version = 13000; /* what the driver says it is */
 EXPORT int stub_dynamic_shared;
+EXPORT int stub_oldest_asked, stub_newest_asked; /* versions that functions were asked for with */
 
 EXPORT int stub_cuInit(unsigned flags) { return (int)flags; }
 EXPORT int cuDriverGetVersion(int *version) {
@@ -111,6 +112,8 @@ EXPORT int cuGetProcAddress_v2(const char *name, void **address, int version, ui
   char stub[128];
   Dl_info self;
   (void)flags;
+  if (!stub_oldest_asked || version < stub_oldest_asked) stub_oldest_asked = version;
+  if (version > stub_newest_asked) stub_newest_asked = version;
   snprintf(stub, sizeof stub, "stub_%s", name);
   dladdr((void *)cuGetProcAddress_v2, &self);
   void *library = dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD);

@@ -302,8 +302,8 @@ def test_a_relative_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         CubinCache.from_environment()
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702])
-def test_a_folder_that_all_may_write_is_refused(
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702, 0o770, 0o720])
+def test_a_folder_that_others_may_write_is_refused(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, mode: int
 ) -> None:
     """Named by the user it is an error with the way out; found as the default it is passed over."""
@@ -312,7 +312,7 @@ def test_a_folder_that_all_may_write_is_refused(
     _file(folder).write_bytes(cubin_cache._pack(_KEY, b"planted"))
     folder.chmod(mode)
     monkeypatch.setenv("KVFERRY_CACHE_DIR", str(folder))
-    with pytest.raises(CubinCacheError, match=f"{mode:o}.*chmod o-w"):
+    with pytest.raises(CubinCacheError, match=f"{mode:o}.*chmod go-w"):
         CubinCache.from_environment()
     monkeypatch.setenv("KVFERRY_CACHE_DIR", str(folder / "inside"))
     assert CubinCache.from_environment().location == folder / "inside"
@@ -322,6 +322,44 @@ def test_a_folder_that_all_may_write_is_refused(
     assert cache.location == temporary / f"kvferry-{os.geteuid()}"
     assert f"{mode:o}" in str(cache.reason)
     assert cache.get(_KEY) is None
+
+
+def _owned_by_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Let `folder` be another user's than this process; who that is."""
+    if os.geteuid() == 0:
+        os.chown(folder, 1234, -1)
+        return 1234
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    return owner
+
+
+def test_a_folder_of_another_user_is_refused(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if nobody else may write it: named it is an error, as the default it is passed over."""
+    folder = tmp_path / "xdg" / "kvferry"
+    folder.mkdir(parents=True)
+    folder.chmod(0o755)
+    _file(folder).write_bytes(cubin_cache._pack(_KEY, b"planted"))
+    owner = _owned_by_another(folder, monkeypatch)
+    monkeypatch.setenv("KVFERRY_CACHE_DIR", str(folder))
+    with pytest.raises(CubinCacheError, match=f"owner {owner}, .*chown it"):
+        CubinCache.from_environment()
+    monkeypatch.delenv("KVFERRY_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    cache = CubinCache.from_environment()
+    assert cache.location == temporary / f"kvferry-{os.geteuid()}"
+    assert f"owner {owner}" in str(cache.reason)
+    assert cache.get(_KEY) is None
+
+
+def test_a_folder_of_root_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that came with an image is read by every user."""
+    CubinCache(tmp_path / "cache").put(_KEY, _CUBIN)
+    monkeypatch.setattr(cubin_cache, "_ROOT", os.geteuid())
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    assert CubinCache(tmp_path / "cache").get(_KEY) == _CUBIN
 
 
 def _squat_file(path: Path) -> None:

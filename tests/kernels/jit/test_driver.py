@@ -110,24 +110,6 @@ def test_a_function_that_the_driver_lacks(driver: Driver, bindings: FakeBindings
             driver.call(name)
 
 
-def test_entry_points_are_asked_for_by_version(driver: Driver, bindings: FakeBindings) -> None:
-    """The driver gets the version; one that is newer than it is refused without asking."""
-    asked = []
-
-    def find(symbol: bytes, version: int, flags: int) -> Any:
-        asked.append((symbol, version, flags))
-        status = bindings.CUresult.CUDA_SUCCESS
-        return status, (0x7000 if symbol == b"cuKnown" else 0), bindings.CUresult.CUDA_SUCCESS
-
-    bindings.cuGetProcAddress = find  # type: ignore[attr-defined]
-    assert driver.entry_point("cuKnown", (12, 8)) == 0x7000
-    with pytest.raises(DriverTooOldError, match=r"cuUnknown of CUDA 12\.0"):
-        driver.entry_point("cuUnknown", (12, 0))
-    with pytest.raises(DriverTooOldError, match=r"cuKnown of CUDA 13\.1.*CUDA 13\.0"):
-        driver.entry_point("cuKnown", (13, 1))
-    assert asked == [(b"cuKnown", 12080, 0), (b"cuUnknown", 12000, 0)]
-
-
 def test_the_primary_context_is_kept_once(driver: Driver, bindings: FakeBindings) -> None:
     """It is the frameworks' own; it is retained once and released once."""
     context = driver.context(0)

@@ -27,8 +27,9 @@ def add_parser(
         help="show what works on this machine, and what to do about the rest",
         description=(
             "Look at driver, GPUs, compiler, kernel cache, host memory and the links to the GPUs, "
-            "and try each transfer path's means. The exit status is 0 if some path works here, "
-            "with or without a GPU. GPUs are tried in a process of their own, which gets a minute."
+            "and try each transfer path with a few pages. The exit status is 0 if some path works "
+            "here, with or without a GPU. GPUs are tried in a process of their own, which gets a "
+            "minute."
         ),
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -299,29 +299,40 @@ def _gpu_paths(gpus: GpuReport) -> Check:
             "none: KVFERRY_DISABLE_PATHS switches them off",
             "take one of its names out for pools on a GPU",
         )
-    usable = _usable(gpus)
-    broken = [gpu for gpu in gpus.gpus if gpu not in usable]
-    found = f"{', '.join(gpus.paths)} on GPU {_listed([gpu.index for gpu in usable])}"
-    if not usable:
-        found = "none: no GPU reaches pinned host memory, right to the last bit"
+    carried: dict[tuple[str, ...], list[int]] = {}
+    for gpu in gpus.gpus:
+        if right := _right_paths(gpu, gpus):
+            carried.setdefault(right, []).append(gpu.index)
+    found = "; ".join(
+        f"{', '.join(paths)} on GPU {_listed(indices)}" for paths, indices in carried.items()
+    )
+    if not carried:
+        found = "none: no GPU carries a transfer, right to the last bit"
+    broken = [gpu for gpu in gpus.gpus if _right_paths(gpu, gpus) != gpus.paths]
     if broken:
-        first = broken[0]
-        why = first.error or first.link_error or first.kernel_error or "it was not reached"
-        advice = f"GPU {first.index}: {why}"
-        return Check("gpu_paths", Status.WARN if usable else Status.FAIL, found, advice)
+        advice = f"GPU {broken[0].index}: {_fault(broken[0], gpus)}"
+        return Check("gpu_paths", Status.WARN if carried else Status.FAIL, found, advice)
     return Check("gpu_paths", Status.OK, found)
 
 
-def _usable(gpus: GpuReport) -> list[GpuReading]:
-    return [
-        gpu
-        for gpu in gpus.gpus
-        if gpu.kernel_tried and gpu.kernel_error is None and gpu.link_error is None
-    ]
+def _right_paths(gpu: GpuReading, gpus: GpuReport) -> tuple[str, ...]:
+    """The paths that were tried on `gpu` and did all that they should."""
+    if gpu.kernel_error is not None or gpu.link_error is not None:
+        return ()
+    return tuple(path for path in gpus.paths if gpu.tried_paths.get(path) == "")
+
+
+def _fault(gpu: GpuReading, gpus: GpuReport) -> str:
+    """Why a path does not work on `gpu`: the first reason, as others may follow from it."""
+    told = gpu.error or gpu.link_error or gpu.kernel_error
+    if told:
+        return told
+    tried = {path: gpu.tried_paths.get(path, "it was not reached") for path in gpus.paths}
+    return next(f"{path}: {why}" for path, why in tried.items() if why)
 
 
 def _gpu_path_works(gpus: GpuReport) -> bool:
-    return bool(gpus.paths and _usable(gpus))
+    return any(_right_paths(gpu, gpus) for gpu in gpus.gpus)
 
 
 def _listed(numbers: Sequence[int]) -> str:

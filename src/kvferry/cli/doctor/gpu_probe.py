@@ -10,11 +10,14 @@ import dataclasses
 import json
 import math
 import os
+import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvferry.cli.doctor.gpu_report import GpuReading, GpuReport
-from kvferry.errors import KVFerryError, TransferFaultError
+from kvferry.cli.doctor.transfer_probe import transfer_error
+from kvferry.errors import CubinCacheError, KVFerryError, TransferFaultError
+from kvferry.kernels import CopyPath
 from kvferry.kernels.jit import (
     Context,
     CubinCache,
@@ -28,6 +31,7 @@ from kvferry.kernels.jit import (
     installed_compiler,
 )
 from kvferry.memory import ContextPinDriver, HostMapping, register
+from kvferry.transfer import disabled_gpu_paths
 
 __all__ = ["main"]
 
@@ -66,6 +70,7 @@ def _reports() -> Iterator[GpuReport]:
     yield report
     try:
         cache = CubinCache.from_environment()
+        _try_cache(cache)
         folder = None if cache.location is None else str(cache.location)
         report = dataclasses.replace(report, cache_folder=folder, cache_reason=cache.reason)
     except KVFerryError as bad:
@@ -89,25 +94,50 @@ def _reports() -> Iterator[GpuReport]:
     except KVFerryError as bad:
         yield dataclasses.replace(report, driver_error=str(bad), step="ending")
         return
-    for index in range(num_devices):
-        others = report.gpus
-        for gpu in _readings(driver, index):
-            report = dataclasses.replace(report, gpus=(*others, gpu), step=f"using GPU {index}")
-            yield report
-
-    report = dataclasses.replace(report, step="listing the paths for GPU pools")
-    yield report
-    from kvferry.transfer import available_gpu_paths
-
+    paths: tuple[CopyPath, ...] = ()
     try:
-        report = dataclasses.replace(report, paths=tuple(p.value for p in available_gpu_paths()))
+        off = disabled_gpu_paths()
+        paths = tuple(path for path in CopyPath if path not in off)
+        report = dataclasses.replace(report, paths=tuple(path.value for path in paths))
     except KVFerryError as bad:
         report = dataclasses.replace(report, paths_error=str(bad))
+    for index in range(num_devices):
+        others = report.gpus
+        for step, gpu in _readings(driver, index, paths):
+            report = dataclasses.replace(report, gpus=(*others, gpu), step=f"{step} on GPU {index}")
+            yield report
     yield dataclasses.replace(report, step="ending")
 
 
-def _readings(driver: Driver, index: int) -> Iterator[GpuReading]:
-    """GPU `index`, known better each time."""
+def _try_cache(cache: CubinCache) -> None:
+    """Keep something, find it again and remove it.
+
+    Raises:
+        CubinCacheError: What was kept is not found again, or cannot be removed.
+    """
+    key, data = secrets.token_hex(32), secrets.token_bytes(64)
+    path = cache.put(key, data)
+    if path is None:
+        return  # `reason` says why
+    found = cache.get(key)
+    try:
+        path.unlink()
+    except OSError as bad:
+        raise CubinCacheError(
+            f"{path} was written and cannot be removed ({bad.strerror or bad}): let "
+            f"KVFERRY_CACHE_DIR name a folder where this user may"
+        ) from bad
+    if found != data:
+        raise CubinCacheError(
+            f"what was written to {path} was not there when it was read: let KVFERRY_CACHE_DIR "
+            f"name a folder on another disk"
+        )
+
+
+def _readings(
+    driver: Driver, index: int, paths: Sequence[CopyPath]
+) -> Iterator[tuple[str, GpuReading]]:
+    """GPU `index`, known better each time, and what is done next."""
     device = driver.call("cuDeviceGet", index)
     attribute = driver.bindings.CUdevice_attribute
     major = attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
@@ -122,11 +152,11 @@ def _readings(driver: Driver, index: int) -> Iterator[GpuReading]:
         total_bytes=int(driver.call("cuDeviceTotalMem", device)),
         bus_id=_text(driver.call("cuDeviceGetPCIBusId", 16, device)).lower(),
     )
-    yield gpu
+    yield "copying", gpu
     try:
         context = driver.context(index)
     except KVFerryError as bad:
-        yield dataclasses.replace(gpu, error=str(bad))
+        yield "ending", dataclasses.replace(gpu, error=str(bad))
         return
     try:
         with context.current():
@@ -139,13 +169,16 @@ def _readings(driver: Driver, index: int) -> Iterator[GpuReading]:
             gpu = dataclasses.replace(gpu, h2d_gb_s=to_gpu, d2h_gb_s=from_gpu)
     except KVFerryError as bad:
         gpu = dataclasses.replace(gpu, link_error=str(bad))
-    yield gpu
-    gpu = dataclasses.replace(gpu, kernel_tried=True)
+    yield "running a kernel", gpu
     try:
         _run_kernel(context)
     except KVFerryError as bad:
         gpu = dataclasses.replace(gpu, kernel_error=str(bad))
-    yield gpu
+    for path in paths:
+        yield f"transferring with {path.value}", gpu
+        tried = {**gpu.tried_paths, path.value: transfer_error(path, index)}
+        gpu = dataclasses.replace(gpu, tried_paths=tried)
+    yield "ending", gpu
 
 
 def _link_speed(context: Context) -> tuple[float, float]:

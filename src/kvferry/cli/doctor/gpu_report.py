@@ -41,7 +41,6 @@ class GpuReading:
     """Why it could not be used at all."""
     kernel_error: str | None = None
     """Why a kernel could not be built and run on pinned host memory."""
-    kernel_tried: bool = False
     link_error: str | None = None
     """What went wrong with copies to and from it."""
     link_skipped: str | None = None
@@ -49,6 +48,8 @@ class GpuReading:
     h2d_gb_s: float | None = None
     """Payload of a pinned copy to the GPU, in 10^9 bytes a second."""
     d2h_gb_s: float | None = None
+    tried_paths: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Each path that a small transfer was made on: what went wrong, or empty."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -93,6 +93,7 @@ def process_loader() -> KernelLoader:
 
     Raises:
         ConfigError: KVFERRY_CACHE_DIR is no absolute path.
+        CubinCacheError: the folder it names is another user's, or others may write in it.
         MissingDependencyError, NoDeviceError, DriverTooOldError: as `Driver.open`.
     """
     return KernelLoader(Driver.open(), CubinCache.from_environment())

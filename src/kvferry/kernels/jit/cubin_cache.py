@@ -21,6 +21,7 @@ import stat
 import struct
 import tempfile
 import threading
+from collections.abc import Collection
 
 from kvferry import env
 from kvferry.errors import CubinCacheError
@@ -43,6 +44,9 @@ _TEMPORARY = ".tmp"
 _STALE_SECS = 3600.0
 
 _NO_FOLDER = "neither KVFERRY_CACHE_DIR nor XDG_CACHE_HOME nor HOME names a folder"
+
+# The superuser can do what a kernel can anyway.
+_ROOT = 0
 
 # A link would lead out of the folder; a pipe would block.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -78,7 +82,7 @@ class CubinCache:
             why_none: the `reason` to show where `folder` is None.
 
         Raises:
-            CubinCacheError: everybody may write in `folder`.
+            CubinCacheError: `folder` is another user's, or others may write in it.
         """
         self.counts = CacheCounts()
         self._lock = threading.Lock()
@@ -97,11 +101,12 @@ class CubinCache:
         except OSError as error:
             self._move_on(_complaint(folder, error))
             return
-        if found.st_mode & stat.S_IWOTH:
+        if _others_may_write(found, owners=(os.geteuid(), _ROOT)):
             raise CubinCacheError(
-                f"everybody may write in {folder} (mode {stat.S_IMODE(found.st_mode):o}, owner "
-                f"{found.st_uid}), so kernels in it may be anybody's: chmod o-w it, or let "
-                "KVFERRY_CACHE_DIR name a folder inside it, which kvferry makes for you alone"
+                f"others may write in {folder} (mode {stat.S_IMODE(found.st_mode):o}, owner "
+                f"{found.st_uid}, and this is user {os.geteuid()}), so kernels in it may be "
+                "anybody's: chown it to this user or root and chmod go-w it, or let "
+                "KVFERRY_CACHE_DIR name a folder of this user's own"
             )
         self._readable.append(folder)
         self._target = folder
@@ -114,7 +119,7 @@ class CubinCache:
 
         Raises:
             ConfigError: KVFERRY_CACHE_DIR is no absolute path.
-            CubinCacheError: everybody may write in the folder it names.
+            CubinCacheError: the folder it names is another user's, or others may write in it.
         """
         where = env.cache_folder()
         try:
@@ -232,12 +237,17 @@ def _private_temporary_folder() -> pathlib.Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     # Not through a link: somebody else may have put it there under this name.
     found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o022:
+    if not stat.S_ISDIR(found.st_mode) or _others_may_write(found, owners=(user,)):
         raise PermissionError(
             f"{folder} exists and is not a folder of user {user} alone (mode "
             f"{stat.filemode(found.st_mode)}, owner {found.st_uid}); remove it"
         )
     return folder
+
+
+def _others_may_write(found: os.stat_result, *, owners: Collection[int]) -> bool:
+    """Whether somebody beside `owners` may put a file into a folder: its owner, group or anyone."""
+    return found.st_uid not in owners or bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def _pack(key: str, cubin: bytes) -> bytes:

@@ -156,26 +156,6 @@ class Driver:
         """How many GPUs this process may use."""
         return int(self.call("cuDeviceGetCount"))
 
-    def entry_point(self, name: str, since: tuple[int, int]) -> int:
-        """The address of the driver's function `name`, with the parameters it had in CUDA `since`.
-
-        Between major versions some functions changed their parameters under the same name, so an
-        address is good only together with the version that it was asked for.
-
-        Raises:
-            DriverTooOldError: this driver has no such function.
-        """
-        address, status = None, None
-        if since <= self.version:
-            version = since[0] * 1000 + since[1] * 10
-            address, status = self.call("cuGetProcAddress", name.encode(), version, 0)
-        if not address:
-            raise DriverTooOldError(
-                f"{name} of CUDA {since[0]}.{since[1]} is not in this driver, which is of CUDA "
-                f"{self._release_text}{'' if status is None else f' ({status.name})'}; update it"
-            )
-        return int(address)
-
     def context(self, device: int) -> Context:
         """The primary context of GPU `device`, kept until `Context.close`.
 

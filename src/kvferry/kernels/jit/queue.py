@@ -39,6 +39,7 @@ class Stream:
         bindings = self._driver.bindings
         self._copy_in = bindings.cuMemcpyHtoDAsync
         self._copy_out = bindings.cuMemcpyDtoHAsync
+        self._copy_within = bindings.cuMemcpyDtoDAsync
         self._fill = bindings.cuMemsetD8Async
 
     def wait_for(self, event: Event) -> None:
@@ -55,6 +56,12 @@ class Stream:
         """Copy from the device to pinned host memory."""
         self._driver.check(
             self._copy_out(target, source, num_bytes, self.handle), "copy from the device"
+        )
+
+    def copy_within(self, target: int, source: int, num_bytes: int) -> None:
+        """Copy inside the device."""
+        self._driver.check(
+            self._copy_within(target, source, num_bytes, self.handle), "copy inside the device"
         )
 
     def clear(self, target: int, num_bytes: int) -> None:

@@ -1,0 +1,43 @@
+"""Which slots transfers that are not over read or write. Used under the pool's lock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvferry.errors import SlotOwnershipError
+from kvferry.memory.slot_runs import SlotRun
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["BusySlots"]
+
+
+class BusySlots:
+    """How many transfers use each of `num_slots` slots."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._users: NDArray[np.uint32] = np.zeros(num_slots, dtype=np.uint32)
+
+    def add(self, slots: NDArray[np.int64] | None) -> None:
+        """A transfer begins to use `slots`."""
+        if slots is not None:
+            np.add.at(self._users, slots, 1)
+
+    def remove(self, slots: NDArray[np.int64] | None) -> None:
+        """One that did so is over."""
+        if slots is not None:
+            np.subtract.at(self._users, slots, 1)
+
+    def check_idle(self, runs: Iterable[SlotRun]) -> None:
+        """Raises SlotOwnershipError for the first slot of `runs` that a transfer uses."""
+        for run in runs:
+            busy = np.flatnonzero(self._users[run.start : run.stop])
+            if busy.size:
+                raise SlotOwnershipError(
+                    f"slot {run.start + int(busy[0])} is used by a transfer that is not over: "
+                    f"wait for its handle, then free the slot"
+                )

@@ -1,0 +1,113 @@
+"""The transfers of one mover that are not over, and what later ones must wait for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvferry.kernels.jit import Context, Event, Stream
+from kvferry.transfer.indices import DeviceRows
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvferry.transfer.device_transfer import DeviceTransfer
+    from kvferry.transfer.plan import TransferPlan
+    from kvferry.transfer.span_table import SpanTable
+
+__all__ = ["InFlight", "plans_meet"]
+
+
+class InFlight:
+    """Transfers that were submitted, the span tables they use, and spare events.
+
+    A transfer is taken out by whoever sees first that it is over, on any thread.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._transfers: dict[int, tuple[DeviceTransfer, SpanTable]] = {}
+        self._spare: list[Event] = []
+        self.lock = threading.RLock()
+        """Held while a transfer is settled: two threads may look at one handle."""
+
+    def __iter__(self) -> Iterator[DeviceTransfer]:
+        with self.lock:
+            return iter([transfer for transfer, _ in self._transfers.values()])
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    def add(self, transfer: DeviceTransfer, table: SpanTable) -> None:
+        """From now on its buffers and `table` are in use."""
+        with self.lock:
+            self._transfers[id(transfer)] = (transfer, table)
+
+    def remove(self, transfer: DeviceTransfer, events: Sequence[Event]) -> None:
+        """It is over, and nobody uses its `events` any more."""
+        with self.lock:
+            self._transfers.pop(id(transfer), None)
+            self._spare.extend(events)
+
+    def uses(self, table: SpanTable) -> bool:
+        """Whether a transfer still reads `table`."""
+        with self.lock:
+            return any(used is table for _, used in self._transfers.values())
+
+    def reap(self) -> None:
+        """Look at all of them, so that buffers of dropped handles come back."""
+        for transfer in self:
+            transfer.poll()
+
+    def event(self) -> Event:
+        """A spare event, or a new one; the context must be current."""
+        with self.lock:
+            if self._spare:
+                return self._spare.pop()
+        return Event(self._context)
+
+    def put_back(self, event: Event) -> None:
+        """Give back an event that was not used."""
+        with self.lock:
+            self._spare.append(event)
+
+    def order(self, stream: Stream, plan: TransferPlan) -> None:
+        """Let `stream` wait for transfers the other way that touch what `plan` touches.
+
+        Those the same way are in the same stream. Others go on side by side.
+        """
+        for transfer in self:
+            if transfer.plan.direction is not plan.direction and plans_meet(transfer.plan, plan):
+                transfer.hold_back(stream)
+
+    def close(self) -> None:
+        """Destroy the spare events."""
+        for event in self._spare:
+            event.close()
+        self._spare.clear()
+
+
+def plans_meet(one: TransferPlan, other: TransferPlan) -> bool:
+    """Whether two plans name a host slot or a device row in common, as far as can be told."""
+    if one.kind is other.kind and _share(one.host_slots, other.host_slots):
+        return True
+    for name, rows in one.device_rows.items():
+        others = other.device_rows.get(name)
+        if others is None:
+            continue
+        if isinstance(rows, DeviceRows) or isinstance(others, DeviceRows):
+            return True  # nobody has seen those indices
+        if _share(rows, others):
+            return True
+    return False
+
+
+def _share(one: NDArray[np.int64], other: NDArray[np.int64]) -> bool:
+    if not one.size or not other.size:
+        return False
+    if int(one.max()) < int(other.min()) or int(other.max()) < int(one.min()):
+        return False
+    return bool(np.isin(one.ravel(), other.ravel()).any())

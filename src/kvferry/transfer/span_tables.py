@@ -1,0 +1,165 @@
+"""Plans laid out for the device: which kernel carries each span, worked out once a kind of plan."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvferry.errors import PlanError
+from kvferry.kernels import CopyDecision, CopyPath, GroupedConfig, decide_span, span_args
+from kvferry.transfer.span_table import Carried, SpanTable
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvferry.geometry import LayerView, PoolView, Span
+    from kvferry.kernels.jit import Context, Stream
+    from kvferry.transfer.host_pages import HostPages, PinnedAddresses
+    from kvferry.transfer.plan import TransferPlan
+
+__all__ = ["SpanTables"]
+
+_MAX_TABLES = 64
+
+_Key = tuple[tuple[int, int, int], ...]
+
+
+class SpanTables:
+    """The span tables of one mover, and the decisions in them.
+
+    Two plans are of one kind that move the same spans, with the same runs and row tables.
+
+    Args:
+        device: The pool.
+        host: Page slots.
+        pinned: Where the GPU finds them.
+        context: Of the GPU.
+        setup: An idle stream, for bringing tables to the device.
+        load: Compiles or loads the kernels for some spans.
+        in_use: Whether a table may still be read by a kernel.
+        verify: Whether digests are on.
+        path: Carry everything this way, or refuse; None: flat, where it cannot realign.
+        unroll: With grouped: how its threads share an element.
+        disabled: Paths not to use.
+    """
+
+    def __init__(
+        self,
+        device: PoolView,
+        host: HostPages,
+        pinned: PinnedAddresses,
+        context: Context,
+        setup: Stream,
+        *,
+        load: Callable[[Sequence[Carried]], None],
+        in_use: Callable[[SpanTable], bool],
+        verify: bool,
+        path: CopyPath | None,
+        unroll: int | None,
+        disabled: frozenset[CopyPath],
+    ) -> None:
+        self._device = device
+        self._host = host
+        self._pinned = pinned
+        self._context = context
+        self._setup = setup
+        self._load = load
+        self._in_use = in_use
+        self._verify = verify
+        self._path = path
+        self._unroll = unroll
+        self._disabled = disabled
+        self._tables: collections.OrderedDict[_Key, SpanTable] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def decide(self, span: Span, run_rows: int) -> CopyDecision:
+        """Which kernel carries `span` where `run_rows` rows are neighbours, and why."""
+        return decide_span(
+            span,
+            self._device.view(span.plane.name, span.layer),
+            self._host_view(span),
+            run_rows=run_rows,
+            path=self._path,
+            unroll=self._unroll,
+            disabled=self._disabled,
+            verify=self._verify,
+        )
+
+    def explain(self, plan: TransferPlan) -> Mapping[tuple[str, int], CopyDecision]:
+        """For each plane and layer of `plan`: which kernel carries it, and why."""
+        return {
+            (span.plane.name, span.layer): self.decide(span, plan.device_run(span.plane.name))
+            for span in plan.spans
+        }
+
+    def take(self, plan: TransferPlan, table_of: Mapping[str, int]) -> SpanTable:
+        """The table for `plan`, whose planes use these row tables; the context must be current.
+
+        Raises:
+            PlanError: A span cannot be carried the way that was asked for.
+            DriverError, JITError, MissingDependencyError: The table or a kernel cannot be had.
+        """
+        runs = {name: plan.device_run(name) for name in plan.device_rows}
+        key: _Key = tuple(
+            (span.index, table_of[span.plane.name], runs[span.plane.name]) for span in plan.spans
+        )
+        found = self._tables.get(key)
+        if found is None:
+            carried = [
+                self._carry(span, table_of[span.plane.name], runs[span.plane.name])
+                for span in plan.spans
+            ]
+            # Here, where nothing is under way yet that a compiler's failure would leave behind.
+            self._load(carried)
+            found = self._tables[key] = SpanTable(self._context, carried, self._setup)
+            self._forget(found)
+        self._tables.move_to_end(key)
+        return found
+
+    def _forget(self, newest: SpanTable) -> None:
+        """Down to `_MAX_TABLES`, oldest first, but none that a kernel may still read."""
+        for key, table in list(self._tables.items()):
+            if len(self._tables) <= _MAX_TABLES:
+                break
+            if table is not newest and not self._in_use(table):
+                del self._tables[key]
+                table.close()
+
+    def _carry(self, span: Span, rows_table: int, run_rows: int) -> Carried:
+        decision = self.decide(span, run_rows)
+        if decision.chosen is None:
+            raise PlanError(
+                f"plane {span.plane.name!r}, layer {span.layer} cannot move as asked: "
+                f"{decision.reason}"
+            )
+        grouped: GroupedConfig | None = None
+        if decision.chosen is CopyPath.GROUPED:
+            grouped = decision.grouped.config
+        digests: NDArray[np.uint64] = self._host.digests
+        address = digests.ctypes.data + span.index * digests.itemsize
+        args = span_args(
+            span,
+            self._device.view(span.plane.name, span.layer),
+            self._host_view(span),
+            run_rows=run_rows,
+            digest_address=self._pinned.device_address(address),
+            digest_stride=digests.strides[0],
+            rows_table=rows_table,
+        )
+        return Carried(span.model_layer, decision.chosen, grouped, args)
+
+    def _host_view(self, span: Span) -> LayerView:
+        """The span's rows on the host, where the device sees them."""
+        view = self._host.view.view(span.plane.name, span.layer)
+        address = self._pinned.device_address(view.address, view.end - view.address)
+        return dataclasses.replace(view, address=address)
+
+    def close(self) -> None:
+        """Free all tables; no kernel may read one any more."""
+        while self._tables:
+            self._tables.popitem()[1].close()

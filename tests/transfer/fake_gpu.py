@@ -1,0 +1,388 @@
+"""A GPU made of host memory: the driver's functions, streams that a test holds back, real kernels.
+
+What is enqueued in a stream waits there while the stream is held, and is carried out at once where
+it is not. Kernels are the device headers' own functions, compiled for this machine. Work that uses
+memory after it was freed or unregistered is left out and noted in `FakeGpu.faults`.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import enum
+import functools
+import itertools
+import re
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from tests.kernels.emulator import kernel_emulator
+
+from kvferry.kernels.transfer_args import SpanArgs, TransferArgs
+from kvferry.types import Direction
+
+CALLER = 0
+"""The caller's stream: the legacy default one."""
+
+_ALIGNMENT = 256
+_FRESH = 0xA5
+_NUM_WORDS = {"flat": 0, "realign": 1, "grouped": 3, "finish": 0}
+"""How many words a kernel takes behind the transfer."""
+
+
+class Status(enum.IntEnum):
+    """The driver's codes that are used here."""
+
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_INVALID_CONTEXT = 201
+    CUDA_ERROR_INVALID_HANDLE = 400
+    CUDA_ERROR_NOT_READY = 600
+    CUDA_ERROR_NOT_REGISTERED = 713
+    CUDA_ERROR_LAUNCH_FAILED = 719
+
+
+class _Attribute(enum.Enum):
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 9
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 0
+    CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 132
+
+
+Hook = Callable[..., Status | None]
+"""Called with a function's arguments before it: what it fails with, or None to let it go on."""
+
+# One entry of a stream: whether it is over. One that is not is tried again later.
+_Entry = Callable[[], bool]
+
+
+class FakeGpu:
+    """What stands for `cuda.bindings.driver`: `cuMemAlloc` is `_cu_mem_alloc` here."""
+
+    CUresult = Status
+    CUdevice_attribute = _Attribute
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
+    CUstreamCaptureStatus = SimpleNamespace(CU_STREAM_CAPTURE_STATUS_NONE=0)
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
+    CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
+    CUmemorytype = SimpleNamespace(CU_MEMORYTYPE_HOST=1)
+    CUpointer_attribute = SimpleNamespace(
+        CU_POINTER_ATTRIBUTE_DEVICE_POINTER="address", CU_POINTER_ATTRIBUTE_MEMORY_TYPE="type"
+    )
+    CU_MEMHOSTREGISTER_PORTABLE = 1
+    CU_MEMHOSTREGISTER_DEVICEMAP = 2
+
+    def __init__(self) -> None:
+        self.hooks: dict[str, Hook] = {}
+        """By name of the driver's function."""
+        self.calls: list[str] = []
+        """The functions that were called, and ``kernel flat`` for a launch."""
+        self.faults: list[str] = []
+        """What was done with memory that is not there any more."""
+        self.device_memory: dict[int, int] = {}
+        """What is allocated: address and size."""
+        self.pinned_memory: dict[int, int] = {}
+        self.registered: dict[int, int] = {}
+        self.events: set[int] = set()
+        self.stream_of: dict[Direction, int] = {}
+        """In which stream kernels of loads and of stores were launched last."""
+        self._emulator = kernel_emulator()
+        self._handles = itertools.count(1)
+        self._streams: dict[int, collections.deque[_Entry]] = {CALLER: collections.deque()}
+        self._held: set[int] = set()
+        self._recorded: collections.Counter[int] = collections.Counter()
+        self._reached: collections.Counter[int] = collections.Counter()
+        self._destroyed: set[int] = set()
+        self._buffers: list[Any] = []  # freed ones too: nothing else may come to lie there
+        self._freed: dict[int, int] = {}
+        self._contexts = threading.local()
+        self._lock = threading.RLock()
+
+    # ------------------------------------------------------------------------------ for tests
+
+    def hold(self, *streams: int) -> None:
+        """Carry out nothing more of `streams`; of those that moved something if none is named."""
+        self._held |= set(streams or self.stream_of.values())
+
+    def release(self, *streams: int) -> None:
+        """Go on with `streams`, or with all."""
+        self._held -= set(streams or self._held)
+        self._run()
+
+    @contextlib.contextmanager
+    def held(self, *streams: int) -> Iterator[None]:
+        """`hold` them for the block."""
+        self.hold(*streams)
+        try:
+            yield
+        finally:
+            self.release(*streams)
+
+    def num_pending(self, stream: int | None = None) -> int:
+        """How many entries wait in a stream, or in all."""
+        chosen = self._streams.values() if stream is None else [self._streams[stream]]
+        return sum(map(len, chosen))
+
+    def enqueue(self, stream: int, work: Callable[[], object]) -> None:
+        """Work of the caller's own, in order with what is in `stream`."""
+        self._put(stream, lambda: (work(), True)[1])
+
+    @contextlib.contextmanager
+    def failing(
+        self,
+        function: str,
+        status: Status = Status.CUDA_ERROR_OUT_OF_MEMORY,
+        *,
+        when: Callable[..., bool] = lambda *_: True,
+    ) -> Iterator[list[tuple[Any, ...]]]:
+        """Let `function` fail where `when` says so of its arguments; gives those that did."""
+        refused: list[tuple[Any, ...]] = []
+
+        def hook(*arguments: Any) -> Status | None:
+            if not when(*arguments):
+                return None
+            refused.append(arguments)
+            return status
+
+        self.hooks[function] = hook
+        try:
+            yield refused
+        finally:
+            del self.hooks[function]
+
+    @property
+    def holdings(self) -> dict[str, int]:
+        """How much the process holds of the GPU: what must not grow."""
+        return {
+            "device bytes": sum(self.device_memory.values()),
+            "pinned bytes": sum(self.pinned_memory.values()),
+            "events": len(self.events),
+        }
+
+    @property
+    def kernels(self) -> list[str]:
+        """The kernels that were launched, in order."""
+        return [name.removeprefix("kernel ") for name in self.calls if name.startswith("kernel ")]
+
+    # ---------------------------------------------------------------------------- the machinery
+
+    def __getattr__(self, name: str) -> Callable[..., tuple[Any, ...]]:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+        own = "_" + re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+        return functools.partial(self._call, name, object.__getattribute__(self, own))
+
+    def _call(self, name: str, method: Callable[..., Any], *arguments: Any) -> tuple[Any, ...]:
+        self.calls.append(name)
+        needs_none = ("cuInit", "cuDriver", "cuGetError", "cuDevice", "cuCtxPush")
+        if not name.startswith(needs_none) and not self._depth:
+            return (Status.CUDA_ERROR_INVALID_CONTEXT,)
+        hook = self.hooks.get(name)
+        failed = None if hook is None else hook(*arguments)
+        if failed is not None:
+            return (failed,)
+        with self._lock:
+            result = method(*arguments)
+        if isinstance(result, Status):
+            return (result,)
+        values = result if isinstance(result, tuple) else () if result is None else (result,)
+        return (Status.CUDA_SUCCESS, *values)
+
+    @property
+    def _depth(self) -> int:
+        return int(getattr(self._contexts, "depth", 0))
+
+    def _put(self, stream: int, entry: _Entry) -> Status | None:
+        if stream not in self._streams or stream in self._destroyed:
+            return Status.CUDA_ERROR_INVALID_HANDLE
+        self._streams[stream].append(entry)
+        self._run()
+        return None
+
+    def _run(self) -> None:
+        with self._lock:
+            moved = True
+            while moved:
+                moved = False
+                for stream, entries in self._streams.items():
+                    while entries and stream not in self._held and entries[0]():
+                        entries.popleft()
+                        moved = True
+
+    def _allocate(self, kind: dict[int, int], num_bytes: int) -> int:
+        buffer = ctypes.create_string_buffer(num_bytes + _ALIGNMENT)
+        ctypes.memset(buffer, _FRESH, len(buffer))
+        self._buffers.append(buffer)
+        address = -(-ctypes.addressof(buffer) // _ALIGNMENT) * _ALIGNMENT
+        kind[address] = num_bytes
+        return address
+
+    def _free(self, kind: dict[int, int], address: int) -> Status | None:
+        if address not in kind:
+            return Status.CUDA_ERROR_INVALID_VALUE
+        self._freed[address] = kind.pop(address)
+        return None
+
+    def _good(self, what: str, *addresses: int) -> bool:
+        gone = [at for at in addresses if at < _ALIGNMENT or _lies_in(self._freed, at)]
+        self.faults += [f"{what} uses {at:#x}, which is not there" for at in gone]
+        return not gone
+
+    def _carry_out(self, kernel: str, transfer: TransferArgs, words: list[int]) -> bool:
+        named = ("spans", "host_slots", "page_seeds", "sums", "bad_pages", "fault")
+        tables = [at for at in transfer.rows if at]
+        if self._good(kernel, *tables, *(getattr(transfer, name) for name in named)):
+            first = transfer.spans + transfer.first_span * ctypes.sizeof(SpanArgs)
+            spans = (SpanArgs * transfer.num_spans).from_address(first)
+            pinned = self.registered | self.pinned_memory
+            if all(_lies_in(pinned, at) for one in spans for at in (one.host.base, one.digests)):
+                getattr(self._emulator, f"emulate_{kernel}")(ctypes.byref(transfer), *words)
+            else:
+                self.faults.append(f"{kernel} uses a host pool that is not pinned")
+        return True
+
+    def _copy(self, target: int, source: int, num_bytes: int, stream: int) -> Status | None:
+        def work() -> bool:
+            if self._good("a copy", target, source):
+                ctypes.memmove(target, source, num_bytes)
+            return True
+
+        return self._put(stream, work)
+
+    # -------------------------------------------------------------------- the driver's functions
+
+    def _cu_init(self, _: int) -> None:
+        pass
+
+    def _cu_driver_get_version(self) -> int:
+        return 13000
+
+    def _cu_get_error_name(self, status: Status) -> bytes:
+        return status.name.encode()
+
+    def _cu_get_error_string(self, _: Status) -> bytes:
+        return b"as the test wanted it"
+
+    def _cu_device_get_count(self) -> int:
+        return 1
+
+    def _cu_device_get(self, index: int) -> int:
+        return index
+
+    def _cu_device_get_attribute(self, attribute: _Attribute, _: int) -> int:
+        return attribute.value
+
+    def _cu_device_primary_ctx_retain(self, _: int) -> int:
+        return 0x1000
+
+    def _cu_ctx_push_current(self, _: int) -> None:
+        self._contexts.depth = self._depth + 1
+
+    def _cu_ctx_pop_current(self) -> int:
+        self._contexts.depth = self._depth - 1
+        return 0x1000
+
+    def _cu_ctx_get_stream_priority_range(self) -> tuple[int, int]:
+        return 0, -1
+
+    def _cu_thread_exchange_stream_capture_mode(self, mode: int) -> int:
+        return mode
+
+    def _cu_stream_is_capturing(self, _: int) -> int:
+        return 0
+
+    def _cu_stream_create_with_priority(self, _: int, __: int) -> int:
+        handle = next(self._handles)
+        self._streams[handle] = collections.deque()
+        return handle
+
+    def _cu_stream_destroy(self, handle: int) -> None:
+        self._destroyed.add(handle)  # what is in it is carried out all the same
+
+    def _cu_stream_synchronize(self, handle: int) -> None:
+        self.release(handle)
+        if self._streams[handle]:
+            self.release()  # it waits however long that takes
+        assert not self._streams[handle], "the stream waits for something that never comes"
+
+    def _cu_stream_wait_event(self, stream: int, event: int, _: int) -> Status | None:
+        awaited = self._recorded[event]
+        return self._put(stream, lambda: self._reached[event] >= awaited)
+
+    def _cu_event_create(self, _: int) -> int:
+        self.events.add(handle := next(self._handles))
+        return handle
+
+    def _cu_event_destroy(self, event: int) -> None:
+        self.events.remove(event)
+
+    def _cu_event_record(self, event: int, stream: int) -> Status | None:
+        self._recorded[event] += 1
+        number = self._recorded[event]
+
+        def reach() -> bool:
+            self._reached[event] = max(number, self._reached[event])
+            return True
+
+        return self._put(stream, reach)
+
+    def _cu_event_query(self, event: int) -> Status | None:
+        over = self._reached[event] >= self._recorded[event]
+        return None if over else Status.CUDA_ERROR_NOT_READY
+
+    def _cu_mem_alloc(self, num_bytes: int) -> int:
+        return self._allocate(self.device_memory, num_bytes)
+
+    def _cu_mem_free(self, address: int) -> Status | None:
+        return self._free(self.device_memory, address)
+
+    def _cu_mem_host_alloc(self, num_bytes: int, _: int) -> int:
+        return self._allocate(self.pinned_memory, num_bytes)
+
+    def _cu_mem_free_host(self, address: int) -> Status | None:
+        return self._free(self.pinned_memory, address)
+
+    def _cu_mem_host_register(self, address: int, num_bytes: int, _: int) -> None:
+        self.registered[address] = num_bytes
+
+    def _cu_mem_host_unregister(self, address: int) -> Status | None:
+        found = self.registered.pop(address, None)
+        return Status.CUDA_ERROR_NOT_REGISTERED if found is None else None
+
+    def _cu_pointer_get_attribute(self, attribute: str, address: int) -> int | Status:
+        if not _lies_in(self.registered | self.pinned_memory, address):
+            return Status.CUDA_ERROR_INVALID_VALUE
+        return address if attribute == "address" else 1
+
+    _cu_memcpy_hto_dasync = _cu_memcpy_dto_hasync = _cu_memcpy_dto_dasync = _copy
+
+    def _cu_memset_d8async(self, to: int, value: int, size: int, stream: int) -> Status | None:
+        def work() -> bool:
+            if self._good("a clear", to):
+                ctypes.memset(to, value, size)
+            return True
+
+        return self._put(stream, work)
+
+    def _cu_func_set_attribute(self, *_: Any) -> None:
+        pass
+
+    def _cu_launch_kernel(self, kernel: str, *given: Any) -> Status | None:
+        *dims, _, stream, parameters, _ = given
+        assert all(isinstance(dim, int) and dim > 0 for dim in dims)
+        array = (ctypes.c_void_p * (1 + _NUM_WORDS[kernel])).from_address(parameters)
+        first, *others = (int(address or 0) for address in array)
+        transfer = TransferArgs.from_buffer_copy(
+            ctypes.string_at(first, ctypes.sizeof(TransferArgs))
+        )
+        words = [ctypes.c_uint32.from_address(address).value for address in others]
+        self.calls.append(f"kernel {kernel}")
+        self.stream_of[Direction.LOAD if transfer.is_load else Direction.STORE] = stream
+        return self._put(stream, lambda: self._carry_out(kernel, transfer, words))
+
+
+def _lies_in(ranges: dict[int, int], address: int) -> bool:
+    return any(start <= address < start + size for start, size in ranges.items())
