@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -17,6 +18,17 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take kvferry's variables out of the environment: a test sets those it is about."""
     for name in [name for name in os.environ if name.startswith("KVFERRY_")]:
         monkeypatch.delenv(name)
+
+
+_ALL_BYTES = bytes(range(256))
+
+
+@pytest.fixture(autouse=True)
+def _shared_bytes_are_whole() -> Iterator[None]:
+    """Fail the test in which native code wrote into a bytes object that all of Python shares."""
+    yield
+    shared = [_ALL_BYTES[at : at + 1] for at in range(256)]
+    assert [one[0] for one in shared] == list(_ALL_BYTES), "a one-byte bytes object was written to"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

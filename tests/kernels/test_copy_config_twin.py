@@ -178,10 +178,11 @@ def _compile(source: str) -> tuple[bool, str]:
     options = [b"--std=c++17", b"-arch=sm_90"]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     _, size = nvrtc.nvrtcGetProgramLogSize(program)
-    log = b" " * size
+    # The log is written into the bytes object, and Python shares those of one byte.
+    log = bytes(bytearray(size + 1))
     nvrtc.nvrtcGetProgramLog(program, log)
     nvrtc.nvrtcDestroyProgram(program)
-    return status == nvrtc.nvrtcResult.NVRTC_SUCCESS, log.decode()
+    return status == nvrtc.nvrtcResult.NVRTC_SUCCESS, log.rstrip(b"\0").decode()
 
 
 def test_nvrtc_agrees_on_the_golden_table() -> None:
