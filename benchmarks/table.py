@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import pathlib
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple

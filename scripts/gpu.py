@@ -48,8 +48,8 @@ _PYTEST_OPTIONS = (
     *("-W", "error::pytest.PytestUnhandledThreadExceptionWarning"),
 )
 # The rows of the targets: docs/performance.md.
-# Some 0.5 GB and more in each transfer, but for the small prompts: what a transfer costs whatever its
-# size is then told apart from what a byte costs.
+# Half a gigabyte and more in each transfer, but for the small prompts: this tells what a byte costs
+# from what a transfer costs whatever its size is.
 _DIRECT = {
     "small_elements": (
         "--layouts layer_first --paths best grouped --tokens 262144 --layers 16 --elements 66 132"
