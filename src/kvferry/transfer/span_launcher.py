@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_BLOCKS", "SpanLauncher"]
 
 DEFAULT_BLOCKS: Mapping[CopyPath, int] = {
-    CopyPath.FLAT: 24,
+    CopyPath.FLAT: 32,
     CopyPath.REALIGN: 64,
     CopyPath.GROUPED: 16,
 }
