@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.stub_driver import build_driver
 
 from kvferry.cli import main
 from kvferry.cli.doctor.diagnosis import Check, Diagnosis, Status, diagnose
@@ -27,7 +27,6 @@ from kvferry.testing import GuardedBuffer
 from kvferry.transfer.paths import CpuPath
 
 GIB = 1 << 30
-_CC = shutil.which(os.environ.get("CC", "cc"))
 
 _HOST: dict[str, Any] = {
     "memory": MemoryReading(total_bytes=64 * GIB, available_bytes=60 * GIB),
@@ -443,15 +442,8 @@ def test_bad_settings_are_findings(
 @pytest.fixture(scope="module")
 def stub_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the stub driver in it."""
-    if _CC is None:
-        pytest.skip("no C compiler to make the stub with")
     folder = tmp_path_factory.mktemp("stub")
-    source = Path(__file__).with_name("stub_gpu.c")
-    subprocess.run(
-        [_CC, "-shared", "-fPIC", "-o", folder / "libcuda.so.1", source, "-ldl"],
-        check=True,
-        timeout=60,
-    )
+    build_driver(Path(__file__).with_name("stub_gpu.c"), folder)
     return folder
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import enum
 import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.stub_driver import build_driver, run_over_driver
 
-import kvferry
 from kvferry.errors import DriverError, PinError
 from kvferry.geometry import Geometry, Plane
 from kvferry.kernels.jit import Context, Driver
@@ -188,26 +185,8 @@ with HostMapping(10000) as memory:
 def test_real_bindings_take_the_calls(tmp_path: Path) -> None:
     """Through the real bindings, over a stub driver: register, look up, refuse, unregister."""
     pytest.importorskip("cuda.bindings.driver")
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        pytest.skip("no C compiler to make the stub with")
-    source = Path(__file__).parents[1] / "cli" / "stub_gpu.c"
-    library = tmp_path / "libcuda.so.1"
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True, timeout=60
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", _CHILD],
-        env={
-            **os.environ,
-            "LD_LIBRARY_PATH": str(tmp_path),
-            "PYTHONPATH": str(Path(kvferry.__file__).parents[1]),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    build_driver(Path(__file__).parents[1] / "cli" / "stub_gpu.c", tmp_path)
+    ran = run_over_driver(tmp_path, _CHILD)
     assert ran.returncode == 0, ran.stderr
     assert "code 712" in ran.stdout
 

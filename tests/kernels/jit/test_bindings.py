@@ -7,18 +7,11 @@ what was meant.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-import kvferry
-
-_CC = shutil.which(os.environ.get("CC", "cc"))
+from tests.stub_driver import build_driver, run_over_driver
 
 _CHILD = """
 import ctypes, json
@@ -83,25 +76,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a child prints that uses the stub as its driver."""
     folder = tmp_path_factory.mktemp("stub")
     source = Path(__file__).with_name("stub_driver.c")
-    if _CC is None:
-        pytest.skip("no C compiler to make the stub with")
-    subprocess.run(
-        [_CC, "-shared", "-fPIC", "-o", folder / "libcuda.so.1", source, "-ldl"],
-        check=True,
-        timeout=60,
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", _CHILD],
-        env={
-            **os.environ,
-            "LD_LIBRARY_PATH": str(folder),
-            "PYTHONPATH": str(Path(kvferry.__file__).parents[1]),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    build_driver(source, folder)
+    ran = run_over_driver(folder, _CHILD)
     assert ran.returncode == 0, ran.stderr
     found: dict[str, Any] = json.loads(ran.stdout)
     return found
@@ -153,16 +129,5 @@ def test_without_a_driver_there_is_a_typed_error(tmp_path: Path) -> None:
         "try: Driver.open()\n"
         "except NoDeviceError as error: print(error)\n"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        env={
-            **os.environ,
-            "LD_LIBRARY_PATH": str(tmp_path),
-            "PYTHONPATH": str(Path(kvferry.__file__).parents[1]),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    ran = run_over_driver(tmp_path, code)
     assert "the NVIDIA driver does not open" in ran.stdout, ran.stderr
