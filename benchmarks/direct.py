@@ -67,6 +67,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no-baselines", action="store_true")
+    parser.add_argument("--no-digests", action="store_true")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures to this file")
     args = parser.parse_args()
 
@@ -131,6 +132,7 @@ def _measure(case: Case, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     TransferEngine(
                         PoolView.from_tensors(geometry, {"latent": tensor}),
                         pool,
+                        verify=not args.no_digests,
                         path=None if path == "best" else path,
                         num_blocks=blocks or None,
                     )
@@ -145,7 +147,7 @@ def _measure(case: Case, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     loaded.wait()
                     torch.cuda.synchronize()
                     assert torch.equal(source, target), "bytes differ; no figure is worth printing"
-                    assert loaded.verified_pages == num_pages, loaded.bad_pages
+                    assert args.no_digests or loaded.verified_pages == num_pages, loaded.bad_pages
                     d2h = _speed(partial(writer.store, plans[0]), payload, args.repeats)
                     h2d = _speed(partial(reader.load, plans[1]), payload, args.repeats)
                     yield {**told, "what": stored.path, "blocks": blocks, "h2d": h2d, "d2h": d2h}

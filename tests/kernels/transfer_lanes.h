@@ -35,9 +35,11 @@ template <typename Package>
 void flat_chunk(const Transfer &transfer, uint32_t index, uint32_t chunk) {
   each_lane(chunk, [&](uint32_t lane) {
     const Span &span = span_of(transfer, index);
-    const LaneSum sum = flat_lane<Package>(transfer, index, span, chunk, lane);
-    if (transfer.verify != 0 && sum.sum != 0) {
-      atomic_add(sum_address(transfer, index, sum.page), sum.sum);
+    const LaneSums found = flat_lane<Package>(transfer, span, chunk, lane);
+    for (uint32_t i = 0; i < kFlatDepth; ++i) {
+      if (transfer.verify != 0 && found.sums[i] != 0) {
+        atomic_add(sum_address(transfer, index, found.pages[i]), found.sums[i]);
+      }
     }
   });
 }

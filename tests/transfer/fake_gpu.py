@@ -88,7 +88,9 @@ class FakeGpu:
         self.registered: dict[int, int] = {}
         self.events: set[int] = set()
         self.stream_of: dict[Direction, int] = {}
-        """In which stream kernels of loads and of stores were launched last."""
+        """In which stream bytes of loads and of stores were moved last."""
+        self.report_stream_of: dict[Direction, int] = {}
+        """In which stream digests of loads and of stores were finished last."""
         self._emulator = kernel_emulator()
         self._handles = itertools.count(1)
         self._streams: dict[int, collections.deque[_Entry]] = {CALLER: collections.deque()}
@@ -380,7 +382,8 @@ class FakeGpu:
         )
         words = [ctypes.c_uint32.from_address(address).value for address in others]
         self.calls.append(f"kernel {kernel}")
-        self.stream_of[Direction.LOAD if transfer.is_load else Direction.STORE] = stream
+        streams = self.report_stream_of if kernel == "finish" else self.stream_of
+        streams[Direction.LOAD if transfer.is_load else Direction.STORE] = stream
         return self._put(stream, lambda: self._carry_out(kernel, transfer, words))
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.transfer.device_rig import DeviceRig, IndexTensor, same
-from tests.transfer.fake_gpu import FakeGpu
+from tests.transfer.device_rig import PAGE, DeviceRig, IndexTensor, same
+from tests.transfer.fake_gpu import CALLER, FakeGpu
 
 from kvferry.errors import SlotOwnershipError
 from kvferry.memory import SlotOwner
@@ -175,3 +175,68 @@ def test_a_freed_slot_stays_busy_until_each_transfer_of_it_is_over(
     pending.wait()
     pool.free([3], SlotOwner.INDEX)
     assert np.array_equal(pool.digests[3] != 0, [True] * 4)
+
+
+def test_the_caller_goes_on_while_digests_are_compared(
+    rig: DeviceRig, engine: TransferEngine
+) -> None:
+    """`wait_all` is over when the bytes are there; the verdict on them comes to the handle."""
+    gpu = rig.gpu
+    rows = rig.rows(2)
+    rig.store(engine, [0, 1], rows).wait()
+    kept = rig.on_device(rows)
+    rig.pool.slot_view(1)[7] ^= 1
+    rig.poison()
+    seen: list[bool] = []
+    gpu.hold(gpu.report_stream_of[Direction.LOAD])
+    loaded = rig.load(engine, [0, 1], rows)
+    loaded.wait_all(stream=CALLER)
+    gpu.enqueue(
+        CALLER,
+        lambda: seen.append(
+            np.array_equal(rig.on_device(rows[:1])["latent"], kept["latent"][:, :PAGE])
+        ),
+    )
+    assert seen == [True]
+    assert not loaded.done
+    assert loaded.verified_pages == 0
+    gpu.release()
+    loaded.wait()
+    assert loaded.bad_pages == (1,)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_digests_wait_for_the_bytes(
+    rig: DeviceRig, engine: TransferEngine, direction: Direction
+) -> None:
+    """Those of a transfer whose kernels come late are finished after them, though the stream is
+    another and idle."""
+    gpu = rig.gpu
+    rows = rig.rows(3)
+    rig.store(engine, [0, 1, 2], rows).wait()
+    gpu.hold(gpu.stream_of[direction])
+    move = rig.load if direction is Direction.LOAD else rig.store
+    moved = move(engine, [0, 1, 2], rows)
+    assert gpu.num_pending(gpu.report_stream_of[direction])
+    assert not moved.done
+    gpu.release()
+    moved.wait()
+    assert moved.verified_pages == 3
+
+
+def test_the_next_transfer_goes_on_beside_the_report(
+    rig: DeviceRig, engine: TransferEngine
+) -> None:
+    """Its bytes move while digests of the one before are still to be finished."""
+    gpu = rig.gpu
+    rows = rig.rows(2)
+    kept = rig.on_device(rows)
+    gpu.hold(gpu.report_stream_of[Direction.STORE])
+    first = rig.store(engine, [0], rows[:1])
+    second = rig.store(engine, [1], rows[1:])
+    same(rig.on_host([0, 1]), kept, "what was stored")
+    assert not first.done
+    assert not second.done
+    gpu.release()
+    second.wait()
+    assert first.verified_pages == second.verified_pages == 1

@@ -115,8 +115,7 @@ class DeviceTransfer(TransferHandle):
         self._order(reached, stream)
 
     def wait_all(self, stream: int | None = None) -> None:
-        self._raise_error()
-        self._order(self._finished, stream)
+        self.wait_layer(self.plan.model_layers[-1], stream)
 
     def _order(self, event: Event, stream: int | None) -> None:
         if self._over:

@@ -48,7 +48,9 @@ class DirectMover:
     """Carries out plans between a GPU's pool and pinned host memory, in streams of its own.
 
     Loads and stores each have a stream. A transfer starts after what the caller's stream holds
-    when it is submitted, and the caller's stream waits for it only where it is told to.
+    when it is submitted, and the caller's stream waits for it only where it is told to. Digests are
+    written or compared, and reported, in a further stream: beside the next transfer and the
+    caller's work, for both need nothing but the bytes.
 
     Args:
         device: The pool, on one GPU.
@@ -81,6 +83,7 @@ class DirectMover:
             self._pinned = host.pin_for(self._context)
             kernels = MoveKernels(loader, self._gpu)
             self._streams = {direction: Stream(self._context) for direction in Direction}
+            self._reports = {direction: Stream(self._context) for direction in Direction}
             self._setup = Stream(self._context)
             self._ready = {direction: Event(self._context) for direction in Direction}
         self._launcher = SpanLauncher(kernels, verify=verify, blocks=blocks)
@@ -211,6 +214,7 @@ class DirectMover:
             commands.copy_in(theirs)
             commands.keep_rows(theirs)
             self._launcher.launch(plan, table, commands, theirs, lambda _: None)
+            self._launcher.finish(plan, table, commands, theirs)
             commands.copy_out(theirs)
             return captured
 
@@ -275,35 +279,41 @@ class DirectMover:
             on_done=self._retire,
         )
         self._in_flight.add(transfer, table)
+        ends_in = ours
         try:
+            # While the caller's stream is still at its work: nothing of it is read here.
+            commands.copy_in(ours)
             commands.keep_rows(Stream.borrowed(self._context, stream))
             ready = self._ready[plan.direction]
             ready.record(stream)
             ours.wait_for(ready)
             self._in_flight.order(ours, plan)
-            commands.copy_in(ours)
             self._launcher.launch(
                 plan, table, commands, ours,
                 lambda ended: layers.update(dict.fromkeys(ended, self._recorded(ours))),
             )  # fmt: skip
-            commands.copy_out(ours)
+            reports = self._reports[plan.direction]
+            reports.wait_for(layers[plan.model_layers[-1]])
+            ends_in = reports
+            self._launcher.finish(plan, table, commands, reports)
+            commands.copy_out(reports)
         except DriverError as fault:
             transfer.fail(fault)
         except BaseException as stopped:  # an interrupt, say, which goes on when all is in order
             transfer.fail(stopped)
             raise
         finally:
-            self._end(transfer, finished, ours)
+            self._end(transfer, finished, ends_in)
         return transfer
 
-    def _end(self, transfer: DeviceTransfer, finished: Event, ours: Stream) -> None:
-        """Mark where the transfer ends in its stream, however much of it came there."""
+    def _end(self, transfer: DeviceTransfer, finished: Event, ends_in: Stream) -> None:
+        """Mark where the transfer ends, however much of it came there."""
         try:
-            finished.record(ours.handle)
+            finished.record(ends_in.handle)
         except DriverError as fault:
             transfer.fail(fault)
             try:
-                ours.drain()
+                ends_in.drain()
             except DriverError as lost:
                 transfer.lose(lost)
                 self._lost.append(transfer)
@@ -349,7 +359,7 @@ class DirectMover:
             self._in_flight.close()
             for event in self._ready.values():
                 event.close()
-            for stream in (*self._streams.values(), self._setup):
+            for stream in (*self._streams.values(), *self._reports.values(), self._setup):
                 stream.close()
 
 

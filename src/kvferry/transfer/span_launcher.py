@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvferry.transfer.plan import TransferPlan
     from kvferry.transfer.span_table import Carried, Launch, SpanTable
 
-__all__ = ["DEFAULT_BLOCKS", "SpanLauncher"]
+__all__ = ["DEFAULT_BLOCKS", "SpanLauncher", "default_blocks"]
 
 DEFAULT_BLOCKS: Mapping[CopyPath, int] = {
     CopyPath.FLAT: 32,
@@ -23,6 +23,17 @@ DEFAULT_BLOCKS: Mapping[CopyPath, int] = {
 }
 """Blocks of a launch, each on a multiprocessor of its own. More starve what computes beside."""
 
+LONG_RUN_BYTES = 4096
+"""Loads of runs on the host from here on want fewer requests on the way, not more."""
+LONG_LOAD_BLOCKS = 24
+
+
+def default_blocks(path: CopyPath, is_load: bool, host_run: int) -> int:
+    """How many blocks a launch has whose runs on the host are `host_run` bytes or longer."""
+    if path is CopyPath.FLAT and is_load and host_run >= LONG_RUN_BYTES:
+        return LONG_LOAD_BLOCKS
+    return DEFAULT_BLOCKS[path]
+
 
 class SpanLauncher:
     """The kernels of one mover. One thread at a time, with the context current.
@@ -30,7 +41,7 @@ class SpanLauncher:
     Args:
         kernels: Of the mover's GPU.
         verify: Make digests on store and check them on load.
-        blocks: Blocks of a launch; None: `DEFAULT_BLOCKS`.
+        blocks: Blocks of a launch; None: `default_blocks`.
     """
 
     def __init__(self, kernels: MoveKernels, *, verify: bool, blocks: int | None) -> None:
@@ -64,10 +75,17 @@ class SpanLauncher:
             if plan.num_pages:
                 args.first_span, args.num_spans = launch.first, launch.num_spans
                 self._kernels.share_out(launch.path, launch.page_work)
-                self._move(launch, stream.handle)
+                self._move(launch, bool(args.is_load), stream.handle)
             if launch.ends_layers:
                 reached(launch.ends_layers)
+
+    def finish(
+        self, plan: TransferPlan, table: SpanTable, commands: CommandBuffer, stream: Stream
+    ) -> None:
+        """Write or compare all digests of `plan`, in a `stream` that is behind its kernels."""
         if plan.num_pages and self._verify:
+            self._fill(plan, table, commands)
+            args = self._kernels.transfer
             args.first_span, args.num_spans = 0, table.num_spans
             self._kernels.finish(table.num_spans * plan.num_pages, stream.handle)
 
@@ -86,8 +104,8 @@ class SpanLauncher:
         args.is_load = plan.direction is Direction.LOAD
         args.verify = self._verify
 
-    def _move(self, launch: Launch, stream: Any) -> None:
-        blocks = self._blocks or DEFAULT_BLOCKS[launch.path]
+    def _move(self, launch: Launch, is_load: bool, stream: Any) -> None:
+        blocks = self._blocks or default_blocks(launch.path, is_load, launch.host_run)
         if launch.path is CopyPath.FLAT:
             self._kernels.flat(blocks, stream)
         elif launch.path is CopyPath.REALIGN:

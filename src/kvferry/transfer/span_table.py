@@ -39,6 +39,9 @@ class Launch(NamedTuple):
     page_work: int
     """`page_work` of each span, where all have the same; else 0."""
 
+    host_run: int
+    """The shortest run of bytes on the host."""
+
 
 class SpanTable:
     """Spans in the order they move, in device memory, with their launches."""
@@ -88,7 +91,10 @@ def _in_groups(carried: Sequence[Carried]) -> tuple[list[Carried], tuple[Launch,
         kinds = dict.fromkeys((one.path, one.grouped) for one in members)
         for kind in kinds:
             same = [one for one in members if (one.path, one.grouped) == kind]
-            launches.append(Launch(*kind, len(ordered), len(same), (), _shared_work(same)))
+            host_run = min(int(one.args.host.run_bytes) for one in same)
+            launches.append(
+                Launch(*kind, len(ordered), len(same), (), _shared_work(same), host_run)
+            )
             ordered += same
         launches[-1] = launches[-1]._replace(ends_layers=tuple(group))
     return ordered, tuple(launches)

@@ -28,10 +28,11 @@ KVFERRY_HD __forceinline__ void load_once(Package8 &p, uint64_t at) { p = load_o
 KVFERRY_HD __forceinline__ void store_once(uint64_t at, const Package16 &p) { store_once16(at, p); }
 KVFERRY_HD __forceinline__ void store_once(uint64_t at, const Package8 &p) { store_once8(at, p); }
 
-// What a lane adds up of the page it is in.
-struct LaneSum {
-  uint64_t sum;
-  uint32_t page;
+// What a lane adds up of the lines of a chunk, and which page each line is in: the same for all
+// lanes of the warp.
+struct LaneSums {
+  uint64_t sums[kFlatDepth];
+  uint32_t pages[kFlatDepth];
 };
 
 // One lane's package of one line; `target` is 0 where it has none.
@@ -81,11 +82,10 @@ KVFERRY_HD __forceinline__ FlatUnit flat_unit(const Transfer &transfer, const Sp
   return unit;
 }
 
-// One lane's packages of one chunk of lines. Sums of pages other than the returned one are already
-// added.
+// One lane's packages of one chunk of lines.
 template <typename Package>
-KVFERRY_HD __forceinline__ LaneSum flat_lane(const Transfer &transfer, uint32_t span_index,
-                                             const Span &span, uint32_t chunk, uint32_t lane) {
+KVFERRY_HD __forceinline__ LaneSums flat_lane(const Transfer &transfer, const Span &span,
+                                              uint32_t chunk, uint32_t lane) {
   Package packages[kFlatDepth];
   FlatUnit units[kFlatDepth];
 #pragma unroll
@@ -96,25 +96,20 @@ KVFERRY_HD __forceinline__ LaneSum flat_lane(const Transfer &transfer, uint32_t 
       load_once(packages[i], units[i].source);
     }
   }
-  LaneSum lane_sum = {0, units[0].page};
+  LaneSums lane_sums;
 #pragma unroll
   for (uint32_t i = 0; i < kFlatDepth; ++i) {
+    lane_sums.sums[i] = 0;
+    lane_sums.pages[i] = units[i].page;
     if (units[i].target == 0) {
       continue;
     }
     store_once(units[i].target, packages[i]);
-    if (transfer.verify == 0) {
-      continue;
+    if (transfer.verify != 0) {
+      lane_sums.sums[i] = weigh_package(packages[i], units[i].offset);
     }
-    if (lane_sum.page != units[i].page) {
-      if (lane_sum.sum != 0) {
-        atomic_add(sum_address(transfer, span_index, lane_sum.page), lane_sum.sum);
-      }
-      lane_sum = {0, units[i].page};
-    }
-    lane_sum.sum += weigh_package(packages[i], units[i].offset);
   }
-  return lane_sum;
+  return lane_sums;
 }
 
 KVFERRY_HD __forceinline__ uint32_t flat_chunks(const Transfer &transfer, const Span &span) {
@@ -126,19 +121,25 @@ KVFERRY_HD __forceinline__ uint32_t flat_chunks(const Transfer &transfer, const 
 __device__ __forceinline__ void flat_chunk(const Transfer &transfer, uint32_t span_index,
                                            uint32_t chunk, uint32_t lane) {
   const Span &span = span_of(transfer, span_index);
-  const LaneSum lane_sum = span.flat_package == 16
-                               ? flat_lane<Package16>(transfer, span_index, span, chunk, lane)
-                               : flat_lane<Package8>(transfer, span_index, span, chunk, lane);
+  const LaneSums lane_sums = span.flat_package == 16
+                                 ? flat_lane<Package16>(transfer, span, chunk, lane)
+                                 : flat_lane<Package8>(transfer, span, chunk, lane);
   if (transfer.verify == 0) {
     return;
   }
-  if (warp_agrees(lane_sum.page)) {
-    const uint64_t sum = warp_sum(lane_sum.sum);
-    if (lane == 0 && sum != 0) {
-      atomic_add(sum_address(transfer, span_index, lane_sum.page), sum);
+  // One addition a page and not one a lane: where pages are short, those would be the slowest part.
+  uint64_t sum = lane_sums.sums[0];
+#pragma unroll
+  for (uint32_t i = 0; i < kFlatDepth; ++i) {
+    if (i + 1 < kFlatDepth && lane_sums.pages[i + 1] == lane_sums.pages[i]) {
+      sum += lane_sums.sums[i + 1];
+      continue;
     }
-  } else if (lane_sum.sum != 0) {
-    atomic_add(sum_address(transfer, span_index, lane_sum.page), lane_sum.sum);
+    sum = warp_sum(sum);
+    if (lane == 0 && sum != 0) {
+      atomic_add(sum_address(transfer, span_index, lane_sums.pages[i]), sum);
+    }
+    sum = i + 1 < kFlatDepth ? lane_sums.sums[i + 1] : 0;
   }
 }
 

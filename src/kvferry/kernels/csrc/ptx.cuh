@@ -73,10 +73,6 @@ __device__ __forceinline__ uint64_t warp_sum(uint64_t value) {
   return value;
 }
 
-__device__ __forceinline__ bool warp_agrees(uint32_t value) {
-  return __all_sync(0xFFFFFFFFu, value == __shfl_sync(0xFFFFFFFFu, value, 0)) != 0;
-}
-
 __device__ __forceinline__ bool warp_all(bool holds) { return __all_sync(0xFFFFFFFFu, holds) != 0; }
 
 __device__ __forceinline__ void warp_barrier() { __syncwarp(); }

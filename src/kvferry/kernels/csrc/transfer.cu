@@ -82,8 +82,9 @@ extern "C" __global__ void __launch_bounds__(kFinishThreads)
     kvferry_finish(const __grid_constant__ kvferry::Transfer transfer) {
   const uint32_t count = transfer.num_spans * transfer.num_pages;
   const uint32_t stride = gridDim.x * blockDim.x;
+  // Digests of one page are neighbours on the host: those that cross the link together.
   for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += stride) {
-    kvferry::finish_page(transfer, i / transfer.num_pages, i % transfer.num_pages);
+    kvferry::finish_page(transfer, i % transfer.num_spans, i / transfer.num_spans);
   }
 }
 #endif
