@@ -440,6 +440,7 @@ class _World:
             bad_pages=self.bad_pages.ctypes.data,
             fault=self.fault.ctypes.data,
             num_pages=_PAGES,
+            sums_stride=_PAGES,
             index_bytes=self.rows.itemsize,
             is_load=is_load,
             verify=True,

@@ -28,7 +28,7 @@ void check_sum_addresses() {
     for (const uint32_t first_span : {0u, 1u, 61u, (1u << 20) + 1}) {
       Transfer transfer = {};
       transfer.sums = 4096;
-      transfer.num_pages = num_pages;
+      transfer.sums_stride = num_pages;
       transfer.first_span = first_span;
       const uint64_t row = uint64_t{first_span} + 2;
       const uint64_t expected = 4096 + (row * num_pages + num_pages - 1) * 8;
@@ -85,7 +85,7 @@ struct Page {
     transfer.page_seeds = address(&seed);
     transfer.sums = address(&sum);
     transfer.bad_pages = address(&bad);
-    transfer.num_pages = transfer.num_spans = 1;
+    transfer.num_pages = transfer.num_spans = transfer.sums_stride = 1;
     transfer.is_load = is_load ? 1 : 0;
     transfer.verify = 1;
     lanes::finish(transfer);

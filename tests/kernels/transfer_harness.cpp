@@ -392,6 +392,49 @@ void write_element(const Case &of, const SpanCase &span, int64_t page, int64_t r
   }
 }
 
+// The launch over `num_pages` pages from `first` on.
+Transfer part_of(const Case &of, Transfer transfer, uint32_t first, uint32_t num_pages) {
+  const uint64_t skipped_rows = uint64_t{first} * static_cast<uint64_t>(of.rows_per_page);
+  for (size_t s = 0; s < of.spans.size(); ++s) {
+    transfer.rows[s] += skipped_rows * static_cast<uint64_t>(of.index_bytes);
+  }
+  transfer.host_slots += uint64_t{first} * sizeof(int64_t);
+  transfer.page_seeds += uint64_t{first} * sizeof(uint64_t);
+  transfer.sums += uint64_t{first} * sizeof(uint64_t);
+  transfer.bad_pages += first;
+  transfer.first_page = first;
+  transfer.num_pages = num_pages;
+  return transfer;
+}
+
+void launch(const Case &of, const Choice &choice, Transfer transfer, const Span *spans) {
+  uint32_t items = 0;
+  for (size_t s = 0; s < of.spans.size(); ++s) {
+    const Span &told = spans[s];
+    const uint32_t here = choice.path == Path::kFlat      ? flat_chunks(transfer, told)
+                          : choice.path == Path::kGrouped ? told.rows_per_page * transfer.num_pages
+                                                          : tiles_of(told) * transfer.num_pages;
+    items = s == 0 || here == items ? here : 0;
+    if (items == 0) {
+      break;
+    }
+  }
+  transfer.items_per_span = chance(2) ? items : 0;
+
+  switch (choice.path) {
+    case Path::kFlat:
+      lanes::flat(transfer);
+      break;
+    case Path::kGrouped:
+      lanes::grouped(transfer, choice.threads, choice.package,
+                     static_cast<uint32_t>(of.spans[0].element) / choice.threads / choice.package);
+      break;
+    default:
+      lanes::realign(transfer, choice.path == Path::kDigestOnly);
+      break;
+  }
+}
+
 // Carries out one path on fresh memory and compares all that it should and should not change.
 void run(Case &of, const Choice &choice) {
   const char *const name = kNames[static_cast<int>(choice.path)];
@@ -508,39 +551,29 @@ void run(Case &of, const Choice &choice) {
   transfer.bad_pages = address(bad.data());
   transfer.fault = address(&fault);
   transfer.num_pages = static_cast<uint32_t>(of.num_pages);
+  transfer.sums_stride = transfer.num_pages;
+  transfer.first_page = 0;
+  // What a mover that stages adds, and the address it adds it to lies elsewhere then.
+  transfer.host_base = choice.path == Path::kGrouped || chance(2) ? 0 : 0x7000;
+  for (size_t s = 0; s < of.spans.size(); ++s) {
+    spans[of.skipped_spans + s].host.base -= transfer.host_base;
+  }
   transfer.first_span = of.skipped_spans;
   transfer.num_spans = static_cast<uint32_t>(of.spans.size());
   transfer.index_bytes = static_cast<uint32_t>(of.index_bytes);
   transfer.is_load = of.is_load ? 1 : 0;
   transfer.verify = of.verify ? 1 : 0;
-  uint32_t items = 0;
-  for (size_t s = 0; s < of.spans.size(); ++s) {
-    const Span &told = spans[of.skipped_spans + s];
-    const uint32_t here = choice.path == Path::kFlat      ? flat_chunks(transfer, told)
-                          : choice.path == Path::kGrouped ? told.rows_per_page * transfer.num_pages
-                                                          : tiles_of(told) * transfer.num_pages;
-    items = s == 0 || here == items ? here : 0;
-    if (items == 0) {
-      break;
-    }
-  }
-  transfer.items_per_span = chance(2) ? items : 0;
-
   for (const SpanCase &span : of.spans) {
     fence(span.device);
     fence(span.host);
   }
-  switch (choice.path) {
-    case Path::kFlat:
-      lanes::flat(transfer);
-      break;
-    case Path::kGrouped:
-      lanes::grouped(transfer, choice.threads, choice.package,
-                     static_cast<uint32_t>(of.spans[0].element) / choice.threads / choice.package);
-      break;
-    default:
-      lanes::realign(transfer, digest_only);
-      break;
+  // In one launch, or in two over some pages each, as they fit a staging buffer.
+  const uint32_t cut = chance(2) ? 0 : static_cast<uint32_t>(draw(0, of.num_pages));
+  for (const auto &[first, end] :
+       {std::make_pair(0u, cut), std::make_pair(cut, transfer.num_pages)}) {
+    if (first < end) {
+      launch(of, choice, part_of(of, transfer, first, end - first), spans + of.skipped_spans);
+    }
   }
   if (weighs) {
     lanes::finish(transfer);

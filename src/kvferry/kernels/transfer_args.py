@@ -108,15 +108,18 @@ class TransferArgs(ctypes.Structure):
     """`Transfer`: one launch. Addresses are the device's, of arrays that must outlive the kernel.
 
     Shapes, with N = `num_pages` and S = `num_spans`: `spans` SpanArgs[first_span + S] · `rows[t]`
-    int32 or int64 [N, R] · `host_slots` int64 [N] · `page_seeds` uint64 [N] · `sums` uint64 [S, N],
-    zeroed before the first kernel of a transfer · `bad_pages` uint8 [N], zeroed · `fault` uint64,
-    `NO_FAULT` beforehand, `fault_of` afterwards.
+    int32 or int64 [N, R] · `host_slots` int64 [N], or 0 where page i is in slot i · `page_seeds`
+    uint64 [N] · `sums` uint64 [S, sums_stride], zeroed before the first kernel of a transfer ·
+    `bad_pages` uint8 [N], zeroed · `fault` uint64, `NO_FAULT` beforehand, `fault_of` afterwards.
+    A launch over some pages of a plan has arrays that begin at its `first_page`, and all the plan's
+    pages as `sums_stride`. `host_base` is added to every address on the host.
     """
 
     _fields_ = (
         ("spans", ctypes.c_uint64),
         ("rows", ctypes.c_uint64 * MAX_ROW_TABLES),
         ("host_slots", ctypes.c_uint64),
+        ("host_base", ctypes.c_uint64),
         ("page_seeds", ctypes.c_uint64),
         ("sums", ctypes.c_uint64),
         ("bad_pages", ctypes.c_uint64),
@@ -128,15 +131,17 @@ class TransferArgs(ctypes.Structure):
         ("is_load", ctypes.c_uint32),
         ("verify", ctypes.c_uint32),
         ("items_per_span", ctypes.c_uint32),
+        ("sums_stride", ctypes.c_uint32),
+        ("first_page", ctypes.c_uint32),
         ("unused", ctypes.c_uint32),
     )
 
 
 class Fault(NamedTuple):
-    """The first device row that was out of range, in the order of the launch's pages and rows."""
+    """The first device row that was out of range, in the order of the plan's pages and rows."""
 
     page: int
-    """Position in the launch."""
+    """Position in the plan."""
     row: int
     """Which of the page's rows."""
     rows_table: int

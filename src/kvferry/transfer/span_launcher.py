@@ -99,7 +99,7 @@ class SpanLauncher:
         args.sums = commands.sums
         args.bad_pages = commands.bad_pages
         args.fault = commands.fault
-        args.num_pages = plan.num_pages
+        args.num_pages = args.sums_stride = plan.num_pages
         args.index_bytes = commands.index_bytes
         args.is_load = plan.direction is Direction.LOAD
         args.verify = self._verify

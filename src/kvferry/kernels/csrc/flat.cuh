@@ -60,8 +60,7 @@ KVFERRY_HD __forceinline__ FlatUnit flat_unit(const Transfer &transfer, const Sp
   const uint32_t begin = run * run_bytes;
   const uint32_t host_row = divide(begin, span.element);
   const uint64_t host_run =
-      address_of(span.host, host_slot(transfer, unit.page) * span.rows_per_page + host_row,
-                 begin - host_row * span.element.divisor);
+      host_address(transfer, span, unit.page, host_row, begin - host_row * span.element.divisor);
   const uint32_t skew = static_cast<uint32_t>(host_run) & span.line_mask;
   const uint32_t at = (in_run * kWarp + lane) * package;
   if (at < skew || at - skew >= run_bytes) {

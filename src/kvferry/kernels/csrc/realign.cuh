@@ -43,7 +43,7 @@ KVFERRY_HD __forceinline__ uint64_t side_address(const Transfer &transfer, const
   const uint32_t row = divide(offset, span.element);
   const int64_t within = offset - row * span.element.divisor;
   if (host) {
-    return address_of(span.host, host_slot(transfer, tile.page) * span.rows_per_page + row, within);
+    return host_address(transfer, span, tile.page, row, within);
   }
   const int64_t at = device_row(transfer, span, tile.page, row);
   if (static_cast<uint64_t>(at) >= static_cast<uint64_t>(span.device.num_rows)) {

@@ -55,13 +55,14 @@ struct Span {
 
 constexpr int kMaxRowTables = 16;
 
-// One launch: some spans of a plan, all of its pages.
+// One launch: some spans of a plan, some neighbouring pages of it. Arrays begin at the first one.
 struct Transfer {
   uint64_t spans;                // Span[]
   uint64_t rows[kMaxRowTables];  // device rows of each page, [num_pages, rows_per_page]
-  uint64_t host_slots;           // int64 [num_pages]
+  uint64_t host_slots;           // int64 [num_pages]; 0: page i is in slot i
+  uint64_t host_base;            // what the addresses of hosts begin at; 0 in place on the host
   uint64_t page_seeds;           // uint64 [num_pages]
-  uint64_t sums;                 // uint64 [spans, num_pages], zero before the first launch
+  uint64_t sums;                 // uint64 [spans, sums_stride], zero before the first launch
   uint64_t bad_pages;            // uint8 [num_pages], set to 1
   uint64_t fault;                // uint64: the lowest fault_code, all ones where there is none
   uint32_t num_pages;
@@ -71,6 +72,8 @@ struct Transfer {
   uint32_t is_load;
   uint32_t verify;
   uint32_t items_per_span;  // work of each span, where all have the same; else 0
+  uint32_t sums_stride;     // pages of the plan
+  uint32_t first_page;      // in the plan
   uint32_t unused;
 };
 
@@ -92,7 +95,8 @@ KVFERRY_HD __forceinline__ int64_t device_row(const Transfer &transfer, const Sp
 }
 
 KVFERRY_HD __forceinline__ int64_t host_slot(const Transfer &transfer, uint32_t page) {
-  return reinterpret_cast<const int64_t *>(transfer.host_slots)[page];
+  return transfer.host_slots == 0 ? page
+                                  : reinterpret_cast<const int64_t *>(transfer.host_slots)[page];
 }
 
 // The address of byte `within` of the element in `row`. Both are in range; offsets have 64 bits,
@@ -114,6 +118,13 @@ KVFERRY_HD __forceinline__ uint64_t address_of(const View &view, int64_t row, in
   return view.base + static_cast<uint64_t>(offset);
 }
 
+// The address on the host of byte `within` of a page's row.
+KVFERRY_HD __forceinline__ uint64_t host_address(const Transfer &transfer, const Span &span,
+                                                 uint32_t page, uint32_t row, int64_t within) {
+  const int64_t host_row = host_slot(transfer, page) * span.rows_per_page + row;
+  return transfer.host_base + address_of(span.host, host_row, within);
+}
+
 // Where byte `offset` of a page's span lies on both sides.
 struct Place {
   uint64_t device;
@@ -130,8 +141,7 @@ KVFERRY_HD __forceinline__ Place place_of(const Transfer &transfer, const Span &
   const int64_t row = device_row(transfer, span, page, place.row);
   place.in_range = static_cast<uint64_t>(row) < static_cast<uint64_t>(span.device.num_rows);
   place.device = place.in_range ? address_of(span.device, row, within) : 0;
-  const int64_t host_row = host_slot(transfer, page) * span.rows_per_page + place.row;
-  place.host = address_of(span.host, host_row, within);
+  place.host = host_address(transfer, span, page, place.row, within);
   return place;
 }
 
@@ -139,14 +149,14 @@ KVFERRY_HD __forceinline__ Place place_of(const Transfer &transfer, const Span &
 // them is told. Never a trap: other transfers go on.
 KVFERRY_HD __forceinline__ void note_fault(const Transfer &transfer, const Span &span,
                                            uint32_t page, uint32_t row) {
-  atomic_min(transfer.fault, fault_code(span.rows_table, page, row));
+  atomic_min(transfer.fault, fault_code(span.rows_table, transfer.first_page + page, row));
   *reinterpret_cast<volatile unsigned char *>(transfer.bad_pages + page) = 1;
 }
 
 KVFERRY_HD __forceinline__ uint64_t sum_address(const Transfer &transfer, uint32_t span,
                                                 uint32_t page) {
   const uint64_t row = transfer.first_span + span;
-  return transfer.sums + (row * transfer.num_pages + page) * 8;
+  return transfer.sums + (row * transfer.sums_stride + page) * 8;
 }
 
 // Shares out the work of a launch: items are numbered through over all of its spans and dealt to
