@@ -1,4 +1,4 @@
-"""Whether this machine has a C compiler, and the mark of tests that need what it builds."""
+"""Which compilers this machine has, and the mark of tests that need what the C compiler builds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from kvferry.kernels import native_library
 
 NO_COMPILER = "no C compiler, so the compiled kernel is not built"
 
-# Compilers are there without the C library's headers on some machines; that is no compiler to us.
-_PROGRAM = "#include <stdint.h>\n#include <string.h>\n"
+# Compilers are there without their headers on some machines; that is no compiler to us.
+_PROGRAMS = {
+    "c": "#include <stdint.h>\n#include <string.h>\n",
+    "c++": "#include <cstdint>\n#include <cstring>\n",
+}
 
 
 @functools.cache
@@ -23,12 +26,21 @@ def c_compiler() -> str | None:
 
     `CC` where it is set, and nothing else then; otherwise `cc` or `gcc`. The Makefile looks alike.
     """
-    named = os.environ.get("CC")
-    for command in (named,) if named else ("cc", "gcc"):
+    return _first_working("c", os.environ.get("CC"), ("cc", "gcc"))
+
+
+@functools.cache
+def cpp_compiler() -> str | None:
+    """As `c_compiler` for C++: `CXX` where it is set, otherwise `c++` or `g++`."""
+    return _first_working("c++", os.environ.get("CXX"), ("c++", "g++"))
+
+
+def _first_working(language: str, named: str | None, usual: tuple[str, ...]) -> str | None:
+    for command in (named,) if named else usual:
         try:
             tried = subprocess.run(
-                [*shlex.split(command), "-fsyntax-only", "-x", "c", "-"],
-                input=_PROGRAM,
+                [*shlex.split(command), "-fsyntax-only", "-x", language, "-"],
+                input=_PROGRAMS[language],
                 text=True,
                 capture_output=True,
                 check=False,

@@ -1,17 +1,12 @@
 /* A libcuda.so.1 with a GPU made of host memory, for the calls that `kvferry doctor` makes through
  * the real bindings. STUB_FAULT chooses what is wrong with it. */
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stdint.h>
-#include <stdio.h>
+#include "../stub_driver.h"
+
 #include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 
-#define EXPORT __attribute__((visibility("default")))
 #define INVALID_VALUE 1
 #define NO_DEVICE 100
-#define INVALID_DEVICE 101
 #define INVALID_CONTEXT 201
 #define ALREADY_REGISTERED 712
 #define NOT_REGISTERED 713
@@ -22,7 +17,6 @@
 
 static char *registered;
 static size_t registered_bytes;
-static int depth;
 
 static int is(const char *fault) {
   const char *chosen = getenv("STUB_FAULT");
@@ -31,26 +25,13 @@ static int is(const char *fault) {
 static int in_registered(const char *at) {
   return registered && at >= registered && at < registered + registered_bytes;
 }
-static int needs_context(void) { return depth > 0 ? 0 : INVALID_CONTEXT; }
+static int needs_context(void) { return stub_depth > 0 ? 0 : INVALID_CONTEXT; }
 
 EXPORT int stub_cuInit(unsigned flags) {
   if (is("crash")) abort();
   if (is("hang")) pause();
   if (is("no_start")) return 999;
   return is("no_device") ? NO_DEVICE : (int)flags;
-}
-EXPORT int cuDriverGetVersion(int *version) {
-  *version = 13000;
-  return 0;
-}
-EXPORT int stub_cuDriverGetVersion(int *version) { return cuDriverGetVersion(version); }
-EXPORT int stub_cuDeviceGetCount(int *count) {
-  *count = 1;
-  return 0;
-}
-EXPORT int stub_cuDeviceGet(int *device, int ordinal) {
-  *device = ordinal;
-  return ordinal ? INVALID_DEVICE : 0;
 }
 EXPORT int stub_cuDeviceGetAttribute(int *value, int attribute, int device) {
   *value = attribute == 75 ? (is("old") ? 7 : 9) : attribute == 76 ? (is("old") ? 5 : 0) : 132;
@@ -67,20 +48,6 @@ EXPORT int stub_cuDeviceTotalMem(size_t *bytes, int device) {
 EXPORT int stub_cuDeviceGetPCIBusId(char *id, int length, int device) {
   snprintf(id, (size_t)length, "0000:AB:00.0");
   return device;
-}
-EXPORT int stub_cuDevicePrimaryCtxRetain(void **context, int device) {
-  *context = (void *)0x1000;
-  return device;
-}
-EXPORT int stub_cuDevicePrimaryCtxRelease(int device) { return device; }
-EXPORT int stub_cuCtxPushCurrent(void *context) {
-  depth += context == (void *)0x1000;
-  return 0;
-}
-EXPORT int stub_cuCtxPopCurrent(void **context) {
-  *context = (void *)0x1000;
-  --depth;
-  return 0;
 }
 EXPORT int stub_cuMemGetInfo(size_t *free_bytes, size_t *total) {
   *total = (size_t)96 << 30;
@@ -138,26 +105,24 @@ EXPORT int stub_cuStreamSynchronize(void *stream) {
 }
 EXPORT int stub_cuCtxSynchronize(void) { return needs_context(); }
 EXPORT int stub_cuModuleLoadData(void **module, const void *image) {
-  *module = (void *)0x2000;
+  *module = THE_MODULE;
   return memcmp(image, "\177ELF", 4) ? 200 : needs_context();
 }
-EXPORT int stub_cuModuleUnload(void *module) { return module != (void *)0x2000; }
 EXPORT int stub_cuModuleGetFunction(void **function, void *module, const char *name) {
-  *function = (void *)0x3000;
-  return module == (void *)0x2000 && !strcmp(name, "probe") ? 0 : 500;
+  *function = THE_FUNCTION;
+  return module == THE_MODULE && !strcmp(name, "probe") ? 0 : 500;
 }
-EXPORT int stub_cuFuncLoad(void *function) { return function != (void *)0x3000; }
 EXPORT int stub_cuFuncGetAttribute(int *value, int attribute, void *function) {
   static const int values[] = {1024, 0, 0, 0, 16};
   *value = attribute < 5 ? values[attribute] : -1;
-  return function != (void *)0x3000;
+  return function != THE_FUNCTION;
 }
 EXPORT int stub_cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
                                unsigned by, unsigned bz, unsigned shared, void *stream,
                                void **parameters, void **extra) {
   char *from = (char *)(*(uint64_t *)parameters[0] - SHIFT);
   char *to = (char *)(*(uint64_t *)parameters[1] - SHIFT);
-  if (function != (void *)0x3000 || gx * gy * gz * by * bz != 1 || shared || stream || extra) {
+  if (function != THE_FUNCTION || gx * gy * gz * by * bz != 1 || shared || stream || extra) {
     return INVALID_VALUE;
   }
   for (unsigned i = 0; i < bx; ++i) {
@@ -181,21 +146,4 @@ EXPORT int stub_cuGetErrorString(int error, const char **text) {
   (void)error;
   *text = "as the stub says";
   return 0;
-}
-EXPORT int cuGetProcAddress_v2(const char *name, void **address, int version, uint64_t flags,
-                               int *status) {
-  char stub[128];
-  Dl_info self;
-  (void)flags;
-  (void)version;
-  snprintf(stub, sizeof stub, "stub_%s", name);
-  dladdr((void *)cuGetProcAddress_v2, &self);
-  void *library = dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD);
-  *address = dlsym(library, stub);
-  if (status) *status = *address ? 0 : 1;
-  return 0;
-}
-EXPORT int stub_cuGetProcAddress(const char *name, void **address, int version, uint64_t flags,
-                                 int *status) {
-  return cuGetProcAddress_v2(name, address, version, flags, status);
 }

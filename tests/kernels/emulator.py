@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import shutil
+import shlex
 import subprocess
 import tempfile
 from pathlib import Path
 
 import pytest
+from tests.compiler import cpp_compiler
 
 import kvferry
 
 CSRC = Path(kvferry.__file__).parent / "kernels" / "csrc"
 _HERE = Path(__file__).parent
-_COMPILER = shutil.which("c++") or shutil.which("g++")
 
 
 def compile_cpp(source: Path, output: Path, *flags: str) -> None:
     """Compile a file that includes the device headers; without a compiler the test is skipped."""
-    if _COMPILER is None:
+    compiler = cpp_compiler()
+    if compiler is None:
         pytest.skip("no C++ compiler")
     strict = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-    command = [_COMPILER, *strict, "-I", str(CSRC), *flags, str(source), "-o", str(output)]
+    command = [*shlex.split(compiler), *strict, *flags, f"-I{CSRC}", str(source), f"-o{output}"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert ran.returncode == 0, ran.stderr[-3000:]
 

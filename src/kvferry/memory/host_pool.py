@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import threading
 from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, SupportsIndex
@@ -15,19 +14,15 @@ from typing import TYPE_CHECKING, Self, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import (
-    BudgetError,
-    HostMemoryError,
-    PoolClosedError,
-    PoolInUseError,
-)
+from kvferry.errors import BudgetError, PoolInUseError
 from kvferry.geometry import Geometry, PoolView, host_pool_view
 from kvferry.memory.budget import BudgetVerdict, check_budget
 from kvferry.memory.busy_slots import BusySlots
 from kvferry.memory.mapping import HostMapping, close_on_exit
 from kvferry.memory.pin_driver import ContextPinDriver
-from kvferry.memory.pinned import pinned_already, register
+from kvferry.memory.pinned import register
 from kvferry.memory.pool_layout import PoolLayout
+from kvferry.memory.pool_memory import PoolMemory
 from kvferry.memory.reading import MemoryReading, read_memory
 from kvferry.memory.registration import PinDriver, Registration
 from kvferry.memory.slot_owners import SlotOwner, SlotOwners, free_slots_named, why_in_use
@@ -40,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["HostPool"]
 
 
-class HostPool:
+class HostPool(PoolMemory):
     """Page slots of one kind in host memory, page_major, as `geometry` lays them out.
 
     All memory is committed when the pool is made, and never more than was asked for. Slot
@@ -93,22 +88,22 @@ class HostPool:
         )
         if not self._budget.allowed and not unchecked_budget:
             raise BudgetError(f"a host pool of {self._num_slots} slots: {self._budget.message}")
-        self._mapping = HostMapping(
+        mapping = HostMapping(
             self._num_bytes,
             alignment=max(geometry.slot_alignment, mmap.PAGESIZE),
             locked=locked,
         )
-        self._digests = self._digest_table()
-        self._view = host_pool_view(
-            geometry, kind, base=self._mapping.address, num_slots=self._num_slots
+        super().__init__(
+            mapping,
+            num_slots=self._num_slots,
+            digest_offset=self._layout.digest_offset(self._num_slots),
+            when_closed=f"a host pool of {self._num_slots} slots was used after close(): make a "
+            f"new one",
         )
+        self._view = host_pool_view(geometry, kind, base=mapping.address, num_slots=self._num_slots)
         self._owners = SlotOwners(self._num_slots)
-        self._registration: Registration | None = None
         self._owner_codes = np.frombuffer(self._owners.codes, dtype=np.uint8)
         self._busy = BusySlots(self._num_slots)
-        # Reentrant, as the garbage collector may give a lease back in the middle of anything.
-        self._lease_lock = threading.RLock()
-        self._num_leases = 0
 
     @property
     def geometry(self) -> Geometry:
@@ -143,7 +138,7 @@ class HostPool:
     @property
     def closed(self) -> bool:
         """Whether the pool was closed. From then on everything else but its sizes raises."""
-        return self._mapping.closed
+        return super().closed
 
     @property
     def address(self) -> int:
@@ -158,21 +153,6 @@ class HostPool:
         return self._view
 
     @property
-    def digests(self) -> npt.NDArray[np.uint64]:
-        """The digest table, uint64 [num_slots, spans a slot], in place; 0 says "no digest".
-
-        Keeps the pool from closing while it is held.
-        """
-        self._check_open()
-        return self._digests
-
-    @property
-    def registration(self) -> Registration | None:
-        """Where a GPU finds the pool; None: it is not pinned, and no GPU may be sent there."""
-        pinned = self._registration
-        return None if pinned is None or pinned.closed else pinned
-
-    @property
     def num_free(self) -> int:
         """How many slots are free."""
         return self.num_owned(SlotOwner.FREE)
@@ -181,7 +161,7 @@ class HostPool:
     def num_leases(self) -> int:
         """How many leases are out."""
         self._check_open()
-        return self._num_leases
+        return self._leases
 
     def num_owned(self, owner: SlotOwner) -> int:
         """How many slots `owner` has."""
@@ -229,7 +209,7 @@ class HostPool:
         """
         self._check_open()
         runs = merge_slots(slots, self._num_slots)
-        with self._lease_lock:
+        with self._lock:
             self._busy.check_idle(runs)
             self._owners.free(runs, owner)
 
@@ -270,11 +250,8 @@ class HostPool:
                 and here they are not allowed.
             ConfigError: `chunk_bytes` holds no slot.
         """
-        with self._lease_lock:
-            self._check_open()
-            if self._registration is not None:
-                return pinned_already(self._registration, allow_gaps=allow_gaps)
-            self._registration = register(
+        with self._lock:
+            self._registration = self._pinned_before(allow_gaps=allow_gaps) or register(
                 self._mapping.address,
                 self._mapping.num_bytes,
                 driver,
@@ -294,19 +271,14 @@ class HostPool:
 
         Any thread may call it.
         """
-        with self._lease_lock:
-            self._check_open()
-            self._num_leases += 1
+        with self._lock:
+            self._take_lease()
             self._busy.add(slots)
 
     def release(self, slots: npt.NDArray[np.int64] | None = None) -> None:
         """Give back a lease of the same slots. Raises HostMemoryError when none is out."""
-        with self._lease_lock:
-            if self._num_leases == 0:
-                raise HostMemoryError(
-                    "release() was called with 0 leases out: call it once for each acquire()"
-                )
-            self._num_leases -= 1
+        with self._lock:
+            self._return_lease()
             self._busy.remove(slots)
 
     @contextlib.contextmanager
@@ -325,23 +297,13 @@ class HostPool:
         slots, or views of the memory live. Raises PinError, and keeps the memory, where the driver
         does not let go of it: the pool is no longer pinned, and `close` may be called again.
         """
-        with self._lease_lock:
+        with self._lock:
             if self.closed:
                 return
             in_flight = self._owners.num_owned(SlotOwner.TRANSFER)
-            if self._num_leases or in_flight:
-                raise PoolInUseError(why_in_use(self._num_leases, in_flight))
-            del self._digests  # a view of ours would keep the mapping open
-            try:
-                # A pool that stays open must stay pinned: no view first, then the driver.
-                self._mapping.check_no_view()
-                if self._registration is not None:
-                    self._registration.close()
-                    self._registration = None
-                self._mapping.close()
-            finally:
-                if not self._mapping.closed:
-                    self._digests = self._digest_table()
+            if self._leases or in_flight:
+                raise PoolInUseError(why_in_use(self._leases, in_flight))
+            self._close_memory()
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -358,15 +320,3 @@ class HostPool:
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.num_free} of {self._num_slots} free"
         return f"HostPool({self._kind.value} slots of {self._slot_bytes} B, {state})"
-
-    def _digest_table(self) -> npt.NDArray[np.uint64]:
-        table: npt.NDArray[np.uint64] = np.frombuffer(
-            self._mapping.view, dtype=np.uint64, offset=self._layout.digest_offset(self._num_slots)
-        )
-        return table.reshape(self._num_slots, self._layout.num_spans)
-
-    def _check_open(self) -> None:
-        if self._mapping.closed:
-            raise PoolClosedError(
-                f"a host pool of {self._num_slots} slots was used after close(): make a new one"
-            )

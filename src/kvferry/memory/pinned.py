@@ -16,7 +16,7 @@ from kvferry.errors import ConfigError, DriverError, PinError
 from kvferry.memory.budget import format_bytes
 from kvferry.memory.registration import PinDriver, PinnedChunk, Registration, give_up
 
-__all__ = ["is_registered", "look_up", "pinned_already", "register"]
+__all__ = ["is_registered", "look_up", "register"]
 
 # Refused pieces are halved down to this. A smaller one is not refused for its size.
 _SMALLEST_CHUNK_BYTES = 16 << 20
@@ -113,20 +113,6 @@ def look_up(
 def is_registered(address: int, num_bytes: int, driver: PinDriver) -> bool:
     """Whether the range is pinned: its first and last byte, and one every 2 MiB in between."""
     return all(driver.is_pinned(place) for place in _samples(address, num_bytes))
-
-
-def pinned_already(registration: Registration, *, allow_gaps: bool) -> Registration:
-    """The `registration` of a pool that is asked to pin itself once more."""
-    if registration.closed:
-        raise PinError(
-            "the pool could not be closed, and the driver keeps some of it: call its close() again"
-        )
-    if not registration.contiguous and not allow_gaps:
-        raise PinError(
-            f"the pool is pinned in {len(registration.chunks)} chunks that the GPU has apart: pass "
-            f"allow_gaps=True and ask for the address of each piece"
-        )
-    return registration
 
 
 def _samples(address: int, num_bytes: int) -> Iterator[int]:

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import mmap
-import threading
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from kvferry.errors import (
-    HostMemoryError,
-    PoolClosedError,
-    PoolInUseError,
-    ViewError,
-)
+from kvferry.errors import PoolInUseError, ViewError
 from kvferry.geometry import Geometry, LayerView, PoolView, SlotDims
 from kvferry.memory.mapping import HostMapping
 from kvferry.memory.pin_driver import ContextPinDriver
-from kvferry.memory.pinned import look_up, pinned_already, register
+from kvferry.memory.pinned import look_up, register
+from kvferry.memory.pool_memory import PoolMemory
 from kvferry.memory.registration import PinDriver, Registration
 from kvferry.types import SlotKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from kvferry.kernels.jit import Context
@@ -33,7 +27,7 @@ __all__ = ["RegisteredHostPool"]
 _DIGEST_BYTES = 8
 
 
-class RegisteredHostPool:
+class RegisteredHostPool(PoolMemory):
     """Host memory that an engine allocated and owns: layer_first, token_major or page_major.
 
     kvferry keeps a digest of every span beside it, and nothing else. Its slots have no owners here:
@@ -93,13 +87,13 @@ class RegisteredHostPool:
         self.kind = kind
         self.view = view
         self.num_slots = next(iter(pages.values()))
-        self._num_spans = len(geometry.spans(kind))
         self._layers = [layer for name in planes for layer in view.layers[name]]
-        self._mapping = HostMapping(self.num_slots * self._num_spans * _DIGEST_BYTES)
-        self._digests = self._digest_table()
-        self._registration: Registration | None = None
-        self._lock = threading.RLock()
-        self._leases = 0
+        super().__init__(
+            HostMapping(self.num_slots * len(geometry.spans(kind)) * _DIGEST_BYTES),
+            num_slots=self.num_slots,
+            digest_offset=0,
+            when_closed="this registered host pool is closed; register its tensors anew",
+        )
 
     @classmethod
     def from_tensors(
@@ -120,26 +114,6 @@ class RegisteredHostPool:
         """
         view = PoolView.from_tensors(geometry, tensors, slot_dims=slot_dims, layer_dim=layer_dim)
         return cls(geometry, view, kind=kind, pin_tensors=pin_tensors)
-
-    @property
-    def digests(self) -> NDArray[np.uint64]:
-        """The digest table, uint64 [num_slots, spans a slot], in place; 0 says "no digest".
-
-        Keeps the pool from closing while it is held.
-        """
-        self._check_open()
-        return self._digests
-
-    @property
-    def closed(self) -> bool:
-        """Whether the pool was closed."""
-        return self._mapping.closed
-
-    @property
-    def registration(self) -> Registration | None:
-        """Where a GPU finds the pool; None: it is not pinned, and no GPU may be sent there."""
-        pinned = self._registration
-        return None if pinned is None or pinned.closed else pinned
 
     def pin(
         self,
@@ -165,9 +139,9 @@ class RegisteredHostPool:
                 or the pool was pinned with gaps, and here they are not allowed.
         """
         with self._lock:
-            self._check_open()
-            if self._registration is not None:
-                return pinned_already(self._registration, allow_gaps=allow_gaps)
+            pinned = self._pinned_before(allow_gaps=allow_gaps)
+            if pinned is not None:
+                return pinned
             table, size = self._mapping.address, self._mapping.num_bytes
             parts = [register(table, size, driver, owner=self._mapping)]
             try:
@@ -203,18 +177,11 @@ class RegisteredHostPool:
 
     def acquire(self, slots: NDArray[np.int64] | None = None) -> None:  # noqa: ARG002
         """Keep the pool open; raises PoolClosedError if it is closed. `slots` are the engine's."""
-        with self._lock:
-            self._check_open()
-            self._leases += 1
+        self._take_lease()
 
     def release(self, slots: NDArray[np.int64] | None = None) -> None:  # noqa: ARG002
         """Give back one `acquire`. Raises HostMemoryError when none is out."""
-        with self._lock:
-            if self._leases == 0:
-                raise HostMemoryError(
-                    "release() was called with 0 leases out: call it once for each acquire()"
-                )
-            self._leases -= 1
+        self._return_lease()
 
     def close(self) -> None:
         """Unregister what `pin` registered and forget the tensors; once closed, a no-op.
@@ -224,31 +191,11 @@ class RegisteredHostPool:
         longer pinned, and `close` may be called again.
         """
         with self._lock:
-            if self.closed:
-                return
             if self._leases:
                 raise PoolInUseError(
                     f"{self._leases} transfers still use this host pool; wait for them, then close"
                 )
-            del self._digests  # a view of ours would keep the mapping open
-            try:
-                # A pool that stays open must stay pinned: no view first, then the driver.
-                self._mapping.check_no_view()
-                if self._registration is not None:
-                    self._registration.close()
-                    self._registration = None
-                self._mapping.close()
-            finally:
-                if not self._mapping.closed:
-                    self._digests = self._digest_table()
-
-    def _digest_table(self) -> NDArray[np.uint64]:
-        table: NDArray[np.uint64] = np.frombuffer(self._mapping.view, dtype=np.uint64)
-        return table.reshape(self.num_slots, self._num_spans)
-
-    def _check_open(self) -> None:
-        if self._mapping.closed:
-            raise PoolClosedError("this registered host pool is closed; register its tensors anew")
+            self._close_memory()
 
 
 def _ranges(layers: Iterable[LayerView], *, whole_pages: bool) -> Iterator[tuple[int, int]]:
