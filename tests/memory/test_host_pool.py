@@ -356,3 +356,12 @@ def test_locked_pool() -> None:
         lines = Path("/proc/self/status").read_text().splitlines()
         locked = next(int(line.split()[1]) for line in lines if line.startswith("VmLck:"))
         assert locked * 1024 >= pool.num_bytes
+
+
+@pytest.mark.parametrize("slot", [-1, 4])
+def test_a_slot_that_is_not_there_is_not_leased(slot: int) -> None:
+    """Refused by name, and the pool can still be closed."""
+    with HostPool(_geometry(), num_slots=4) as pool:
+        with pytest.raises(SlotOwnershipError, match=f"slot {slot} is none of the pool's 4 slots"):
+            pool.acquire(np.array([0, slot]))
+        assert pool.num_leases == 0

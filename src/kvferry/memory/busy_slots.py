@@ -23,9 +23,15 @@ class BusySlots:
         self._users: NDArray[np.uint32] = np.zeros(num_slots, dtype=np.uint32)
 
     def add(self, slots: NDArray[np.int64] | None) -> None:
-        """A transfer begins to use `slots`."""
-        if slots is not None:
-            np.add.at(self._users, slots, 1)
+        """A transfer begins to use `slots`. SlotOwnershipError for one that does not exist."""
+        if slots is None:
+            return
+        outside = slots[(slots < 0) | (slots >= len(self._users))]
+        if outside.size:
+            raise SlotOwnershipError(
+                f"slot {int(outside[0])} is none of the pool's {len(self._users)} slots"
+            )
+        np.add.at(self._users, slots, 1)
 
     def remove(self, slots: NDArray[np.int64] | None) -> None:
         """One that did so is over."""

@@ -269,11 +269,13 @@ class HostPool(PoolMemory):
     def acquire(self, slots: npt.NDArray[np.int64] | None = None) -> None:
         """Take a lease: until `release` the pool cannot be closed, nor `slots` be freed.
 
-        Any thread may call it.
+        Any thread may call it. Raises PoolClosedError, or SlotOwnershipError for a slot that the
+        pool does not have; then no lease is taken.
         """
         with self._lock:
-            self._take_lease()
+            self._check_open()
             self._busy.add(slots)
+            self._take_lease()
 
     def release(self, slots: npt.NDArray[np.int64] | None = None) -> None:
         """Give back a lease of the same slots. Raises HostMemoryError when none is out."""
