@@ -68,7 +68,8 @@ class FakeGpu:
     CUstreamCaptureStatus = SimpleNamespace(CU_STREAM_CAPTURE_STATUS_NONE=0)
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
     CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
-    CUmemorytype = SimpleNamespace(CU_MEMORYTYPE_HOST=1)
+    CUmemorytype = SimpleNamespace(CU_MEMORYTYPE_HOST=1, CU_MEMORYTYPE_DEVICE=2)
+    CUDA_MEMCPY2D = SimpleNamespace
     CUpointer_attribute = SimpleNamespace(
         CU_POINTER_ATTRIBUTE_DEVICE_POINTER="address", CU_POINTER_ATTRIBUTE_MEMORY_TYPE="type"
     )
@@ -254,6 +255,22 @@ class FakeGpu:
 
         return self._put(stream, work)
 
+    def _copy_rows(self, told: SimpleNamespace, stream: int) -> Status | None:
+        # Read now: the caller fills the same structure for its next copy.
+        (target, far), (source, near) = (_side(told, which) for which in ("dst", "src"))
+        width, rows = told.WidthInBytes, told.Height
+        if rows > 1 and min(far, near) < width:
+            return Status.CUDA_ERROR_INVALID_VALUE
+
+        def work() -> bool:
+            for row in range(rows if width else 0):
+                to, at = target + row * far, source + row * near
+                if self._good("a copy of rows", to, at):
+                    ctypes.memmove(to, at, width)
+            return True
+
+        return self._put(stream, work)
+
     # -------------------------------------------------------------------- the driver's functions
 
     def _cu_init(self, _: int) -> None:
@@ -361,6 +378,8 @@ class FakeGpu:
 
     _cu_memcpy_hto_dasync = _cu_memcpy_dto_hasync = _cu_memcpy_dto_dasync = _copy
 
+    _cu_memcpy2dasync = _copy_rows
+
     def _cu_memset_d8async(self, to: int, value: int, size: int, stream: int) -> Status | None:
         def work() -> bool:
             if self._good("a clear", to):
@@ -385,6 +404,12 @@ class FakeGpu:
         streams = self.report_stream_of if kernel == "finish" else self.stream_of
         streams[Direction.LOAD if transfer.is_load else Direction.STORE] = stream
         return self._put(stream, lambda: self._carry_out(kernel, transfer, words))
+
+
+def _side(told: SimpleNamespace, which: str) -> tuple[int, int]:
+    """One side of a `CUDA_MEMCPY2D`: its address and pitch."""
+    on_host = getattr(told, f"{which}MemoryType") == FakeGpu.CUmemorytype.CU_MEMORYTYPE_HOST
+    return getattr(told, which + ("Host" if on_host else "Device")), getattr(told, f"{which}Pitch")
 
 
 def _lies_in(ranges: dict[int, int], address: int) -> bool:

@@ -19,6 +19,7 @@ from kvferry.kernels.jit.driver import Context, Driver, Function, Module, driver
 from kvferry.kernels.jit.kernel_source import Header, KernelSource, cubin_key
 from kvferry.kernels.jit.launch import MAX_SHARED_BYTES, PreparedLaunch
 from kvferry.kernels.jit.queue import DeviceBuffer, Event, PinnedBuffer, Stream
+from kvferry.kernels.jit.row_copy import RowCopy
 
 __all__ = [
     "MAX_SHARED_BYTES",
@@ -41,6 +42,7 @@ __all__ = [
     "Module",
     "PinnedBuffer",
     "PreparedLaunch",
+    "RowCopy",
     "Stream",
     "architecture",
     "compile_cubin",
