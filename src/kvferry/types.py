@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["Direction", "Layout", "SlotKind"]
+__all__ = ["Direction", "Layout", "Mover", "SlotKind"]
 
 
 class Direction(enum.StrEnum):
@@ -28,6 +28,16 @@ class Layout(enum.StrEnum):
 
     TOKEN_MAJOR = "token_major"
     """(token, layer, element): neighbouring tokens of one layer are not neighbours in memory."""
+
+
+class Mover(enum.StrEnum):
+    """A way to carry out a transfer of a GPU's pool."""
+
+    DIRECT = "direct"
+    """Kernels read and write host memory in place."""
+
+    STAGED = "staged"
+    """The copy engine crosses the link, and kernels put bytes in place on the device."""
 
 
 class SlotKind(enum.StrEnum):

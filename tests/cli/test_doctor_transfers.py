@@ -11,7 +11,7 @@ from tests.transfer.fake_gpu import CALLER, FakeGpu, Status
 from kvferry.cli.doctor.transfer_probe import transfer_error
 from kvferry.errors import CompileError
 from kvferry.kernels import CopyPath, MoveKernels
-from kvferry.transfer.direct_mover import DirectMover
+from kvferry.transfer.gpu_carrier import GpuCarrier
 
 gpu = conftest.gpu
 
@@ -27,7 +27,7 @@ def _plain_copies(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_cu_memcpy_dto_h", _copy, raising=False)
     monkeypatch.setattr(gpu, "_cu_ctx_synchronize", lambda: None, raising=False)
     # The process of the probe has no torch; this one may, without a GPU.
-    monkeypatch.setattr(DirectMover, "current_stream", lambda _: CALLER)
+    monkeypatch.setattr(GpuCarrier, "current_stream", lambda _: CALLER)
 
 
 @pytest.mark.parametrize("path", CopyPath)

@@ -35,10 +35,14 @@ def _function(context: Context, name: str) -> SimpleNamespace:
     )
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """The GPU that kvferry finds; nothing may have used memory of it that was gone."""
+@pytest.fixture(params=["direct", "staged"])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """The GPU that kvferry finds; nothing may have used memory of it that was gone.
+
+    Every test that has one runs with each mover.
+    """
     made = FakeGpu()
+    made.mover = request.param
     loader = _Loader(made)
     for name, module in list(sys.modules.items()):
         if name.startswith("kvferry.") and hasattr(module, "process_loader"):

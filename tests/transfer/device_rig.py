@@ -13,6 +13,10 @@ from kvferry.geometry import Geometry, Plane, PoolView
 from kvferry.memory import HostPool, RegisteredHostPool, SlotOwner
 from kvferry.testing import POISON, GuardedBuffer, assert_bytes_equal, read_rows
 from kvferry.transfer import TransferEngine, TransferHandle, TransferPlan
+from kvferry.transfer.profile import BUILT_IN
+
+EAGER = dataclasses.replace(BUILT_IN, launch_seconds=1e-12)
+"""A device that starts kernels in no time."""
 
 Rows = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -106,8 +110,15 @@ class DeviceRig:
         return self.host
 
     def engine(self, **options: Any) -> TransferEngine:
-        """An engine over both pools."""
-        return TransferEngine(self.device, self.host, **options)
+        """An engine over both pools; every few bytes are worth a launch of their own.
+
+        Its staging memory has room for one page or two, as a piece takes half of it.
+        """
+        if "path" not in options:
+            options = {"mover": self.gpu.mover, **options}
+        page = -(-self.geometry.slot_bytes() // 4096) * 4096
+        given = {"profile": EAGER, "staging_bytes": 3 * page, **options}
+        return TransferEngine(self.device, self.host, **given)
 
     def warm_engine(self, **options: Any) -> TransferEngine:
         """An engine that has stored and loaded once, so that its streams are known."""

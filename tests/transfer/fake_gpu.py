@@ -77,6 +77,8 @@ class FakeGpu:
     CU_MEMHOSTREGISTER_DEVICEMAP = 2
 
     def __init__(self) -> None:
+        self.mover: str | None = None
+        """What engines over it are asked for, unless a test says so."""
         self.hooks: dict[str, Hook] = {}
         """By name of the driver's function."""
         self.calls: list[str] = []
@@ -235,13 +237,18 @@ class FakeGpu:
         return not gone
 
     def _carry_out(self, kernel: str, transfer: TransferArgs, words: list[int]) -> bool:
-        named = ("spans", "host_slots", "page_seeds", "sums", "bad_pages", "fault")
-        tables = [at for at in transfer.rows if at]
+        named = ("spans", "page_seeds", "sums", "bad_pages", "fault")
+        tables = [at for at in (*transfer.rows, transfer.host_slots) if at]
         if self._good(kernel, *tables, *(getattr(transfer, name) for name in named)):
             first = transfer.spans + transfer.first_span * ctypes.sizeof(SpanArgs)
             spans = (SpanArgs * transfer.num_spans).from_address(first)
             pinned = self.registered | self.pinned_memory
-            if all(_lies_in(pinned, at) for one in spans for at in (one.host.base, one.digests)):
+            staging = transfer.host_base
+            if all(_lies_in(pinned, one.digests) for one in spans) and (
+                _lies_in(self.device_memory, staging)
+                if staging
+                else kernel == "finish" or all(_lies_in(pinned, one.host.base) for one in spans)
+            ):
                 getattr(self._emulator, f"emulate_{kernel}")(ctypes.byref(transfer), *words)
             else:
                 self.faults.append(f"{kernel} uses a host pool that is not pinned")

@@ -14,8 +14,8 @@ from kvferry.errors import PlanError
 from kvferry.geometry import Geometry, LayerView, Plane, PoolView
 from kvferry.kernels import CopyPath
 from kvferry.memory import HostPool, RegisteredHostPool, SlotOwner
-from kvferry.transfer import TransferPlan, direct_mover, in_flight, span_tables
-from kvferry.transfer.direct_mover import DirectMover
+from kvferry.transfer import TransferPlan, gpu_carrier, in_flight, span_tables
+from kvferry.transfer.gpu_carrier import GpuCarrier
 from kvferry.transfer.span_table import Carried
 
 _SHIFT = 64 << 40
@@ -33,8 +33,8 @@ class _Table:
     max_pages = 1
     num_spans = 5
 
-    def __init__(self, _: Any, carried: Sequence[Carried], __: Any) -> None:
-        self.carried = carried
+    def __init__(self, _: Any, steps: Sequence[Sequence[Carried]], __: Any) -> None:
+        self.carried = [one for step in steps for one in step]
 
 
 def _on_gpu() -> PoolView:
@@ -93,21 +93,23 @@ def _submit(
         return tables[-1]
 
     for name, double in doubles.items():
-        monkeypatch.setattr(direct_mover, name, double)
+        monkeypatch.setattr(gpu_carrier, name, double)
     monkeypatch.setattr(in_flight, "Event", doubles["Event"])
     monkeypatch.setattr(span_tables, "SpanTable", table)
     loader = mock.MagicMock()
     loader.driver.context.return_value.is_capturing.return_value = False
-    mover = DirectMover(_on_gpu(), host, loader, verify=True, path=CopyPath(path))
+    carrier = GpuCarrier(
+        _on_gpu(), host, loader, verify=True, path=CopyPath(path), why_not_staged="a test"
+    )
     plan = TransferPlan.load(_GEOMETRY, host_slots=[7, 0], device_slots=np.arange(32))
     with pytest.raises(
         PlanError, match=r"2 pages in one transfer; kernels take 1 .* split the plan"
     ):
-        mover.submit(plan, 0)
+        carrier.submit(plan, 0)
     for name, method in (
         ("CommandBuffers", "take"),
         ("Event", "record"),
-        ("SpanLauncher", "launch"),
+        ("SpanLauncher", "begin"),
     ):
         getattr(doubles[name].return_value, method).assert_not_called()
     return tables[0].carried

@@ -86,7 +86,9 @@ class CommandBuffer:
             self._upload.close()
             raise
         self._on_device: list[tuple[int, DeviceRows]] = []
-        self.row_tables: tuple[int, ...] = ()
+        self.row_tables: tuple[tuple[int, int], ...] = ()
+        """Where each begins on the device, and the bytes of one page in it."""
+
         self.index_bytes = 8
         self.host_slots = 0
         self.page_seeds = 0
@@ -140,7 +142,11 @@ class CommandBuffer:
         *placed, self.host_slots, self.page_seeds = (base + offset for offset in offsets)
         places, copies = iter(placed), iter(self._on_device)
         self.row_tables = tuple(
-            next(copies)[0] if isinstance(rows, DeviceRows) else next(places) for rows in tables
+            (
+                next(copies)[0] if isinstance(rows, DeviceRows) else next(places),
+                rows.shape[1] * self.index_bytes,
+            )
+            for rows in tables
         )
         self.fault = base + fault
         self.bad_pages = self.fault + 8

@@ -117,6 +117,9 @@ class CpuCarrier:
         """Nothing: there is one path for every plane."""
         return {}
 
+    def route(self, plan: TransferPlan) -> None:
+        """None: there is one way."""
+
     def close(self) -> None:
         """Nothing to give back: no transfer outlives `submit`."""
 

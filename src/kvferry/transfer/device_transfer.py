@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import DriverError, TransferError, TransferFaultError, TransferTimeoutError
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvferry.kernels.jit import Context, Event, Stream
     from kvferry.transfer.command_buffer import CommandBuffer
     from kvferry.transfer.plan import TransferPlan
+    from kvferry.transfer.route import Route
 
 __all__ = ["DeviceTransfer", "read_report"]
 
@@ -26,24 +27,30 @@ class DeviceTransfer(TransferHandle):
     def __init__(
         self,
         plan: TransferPlan,
+        route: Route,
         *,
         path: str,
         verified: bool,
         context: Context,
         current_stream: Callable[[], int],
         commands: CommandBuffer,
-        layers: Mapping[int, Event],
         finished: Event,
         lock: threading.RLock,
         on_done: Callable[[DeviceTransfer, CommandBuffer, Sequence[Event]], None],
     ) -> None:
         self.plan = plan
+        self.route = route
+        self.layers: dict[int, Event] = {}
+        """By model layer: where its bytes are there, and its rows may be written again."""
+
+        self.moved: Event | None = None
+        """Where all bytes are there; None: the transfer has failed before that."""
+
         self._path = path
         self._verified = verified
         self._context = context
         self._current_stream = current_stream
         self._commands = commands
-        self._layers = layers
         self._finished = finished
         self._on_done = on_done
         self._lock = lock
@@ -106,7 +113,7 @@ class DeviceTransfer(TransferHandle):
 
     def wait_layer(self, layer: int, stream: int | None = None) -> None:
         self._raise_error()
-        reached = self._layers.get(layer)
+        reached = self.layers.get(layer)
         if reached is None:
             raise TransferError(
                 f"model layer {layer} is not part of this transfer; it moves layers "
@@ -115,7 +122,8 @@ class DeviceTransfer(TransferHandle):
         self._order(reached, stream)
 
     def wait_all(self, stream: int | None = None) -> None:
-        self.wait_layer(self.plan.model_layers[-1], stream)
+        self._raise_error()
+        self._order(self.moved or self._finished, stream)
 
     def _order(self, event: Event, stream: int | None) -> None:
         if self._over:
@@ -157,7 +165,11 @@ class DeviceTransfer(TransferHandle):
             if self._error is None:
                 self._error, self._bad_pages = read_report(self.plan, commands)
         self._over = True
-        self._on_done(self, commands, tuple({*self._layers.values(), self._finished}))
+        self._on_done(self, commands, tuple(self._events()))
+
+    def _events(self) -> set[Event]:
+        moved = () if self.moved is None else (self.moved,)
+        return {*self.layers.values(), *moved, self._finished}
 
 
 def read_report(

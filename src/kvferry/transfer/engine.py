@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 from kvferry.env import debug_checks
 from kvferry.errors import ConfigError, PlanError, TransferTimeoutError, ViewError
 from kvferry.transfer.cpu_carrier import CpuCarrier
-from kvferry.transfer.direct_mover import DirectMover
+from kvferry.transfer.gpu_carrier import GpuCarrier
 from kvferry.transfer.indices import DeviceRows, check_unique, run_length
 from kvferry.transfer.shared_rows import check_apart
 from kvferry.types import Direction
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from kvferry.transfer.handle import TransferHandle
     from kvferry.transfer.host_pages import HostPages
     from kvferry.transfer.plan import TransferPlan
+    from kvferry.transfer.profile import DeviceProfile
+    from kvferry.transfer.route import Route
 
 __all__ = ["TransferEngine"]
 
@@ -48,6 +50,8 @@ class _Carrier(Protocol):
 
     def explain(self, plan: TransferPlan) -> Mapping[tuple[str, int], CopyDecision]: ...
 
+    def route(self, plan: TransferPlan) -> Route | None: ...
+
     def close(self) -> None: ...
 
 
@@ -58,11 +62,13 @@ class TransferEngine:
     ``cpu_numpy`` where the compiled kernel is not installed. There `load` and `store` copy before
     they return, so they are ordered with the caller's own work, and the handle they return is done.
 
-    A device pool on an NVIDIA GPU is served by kernels that read and write the host pool in place,
-    ``flat`` or ``realign``, in streams of their own. `load` and `store` return at once; a transfer
-    starts after what the caller's stream held when it was submitted, and the caller's stream waits
-    for it where `TransferHandle.wait_layer` or `wait_all` says so. The host pool is pinned when the
-    engine is made. One thread at a time may use an engine.
+    A device pool on an NVIDIA GPU is served by two movers, in streams of their own. ``direct``:
+    kernels, ``flat`` or ``realign``, read and write the host pool in place. ``staged``: the copy
+    engine crosses the link and the same kernels put bytes in place on the device; it is faster from
+    some megabytes on, and takes page_major and layer_first host pools. `load` and `store` return at
+    once; a transfer starts after what the caller's stream held when it was submitted, and the
+    caller's stream waits for it where `TransferHandle.wait_layer` or `wait_all` says so. The host
+    pool is pinned when the engine is made. One thread at a time may use an engine.
 
     Args:
         device: The engine's pool.
@@ -74,6 +80,10 @@ class TransferEngine:
             GPU, is taken on request only.
         unroll: With ``grouped``: 32 / unroll threads share an element.
         num_blocks: On a GPU, the most multiprocessors a kernel may take; None: as measured.
+        mover: On a GPU, ``direct`` or ``staged``; None: the faster for each plan.
+        staging_bytes: On a GPU, device memory of each direction for what is staged, allocated with
+            the engine; None: 64 MiB; 0: none, and nothing is staged.
+        profile: On a GPU, what it can do, for choosing a mover; None: the built-in one.
 
     Raises:
         ViewError: The pools are of different geometries or overlap, or no path serves the device.
@@ -94,6 +104,9 @@ class TransferEngine:
         path: str | None = None,
         unroll: int | None = None,
         num_blocks: int | None = None,
+        mover: str | None = None,
+        staging_bytes: int | None = None,
+        profile: DeviceProfile | None = None,
     ) -> None:
         if device.geometry.fingerprint != host.geometry.fingerprint:
             raise ViewError(
@@ -106,10 +119,18 @@ class TransferEngine:
         kind = device.device.partition(":")[0]
         self._carrier: _Carrier
         if kind == "cpu":
-            if unroll is not None or num_blocks is not None:
+            for_gpus = {
+                "unroll": unroll,
+                "num_blocks": num_blocks,
+                "mover": mover,
+                "staging_bytes": staging_bytes,
+                "profile": profile,
+            }
+            given = [f"{name}={value}" for name, value in for_gpus.items() if value is not None]
+            if given:
                 raise ConfigError(
-                    f"unroll={unroll}, num_blocks={num_blocks}: both are for GPU pools, and this "
-                    f"one is in host memory; leave them out"
+                    f"{', '.join(given)}: for GPU pools only, and this one is in host memory; "
+                    f"leave that out"
                 )
             self._carrier = CpuCarrier(
                 device, host, verify=verify, num_threads=num_threads, path=path
@@ -120,8 +141,16 @@ class TransferEngine:
                     f"num_threads={num_threads} is for pools in host memory, and this one is on "
                     f"{device.device}; give num_blocks, or leave it out"
                 )
-            self._carrier = DirectMover.open(
-                device, host, verify=verify, path=path, unroll=unroll, num_blocks=num_blocks
+            self._carrier = GpuCarrier.open(
+                device,
+                host,
+                verify=verify,
+                path=path,
+                unroll=unroll,
+                num_blocks=num_blocks,
+                mover=mover,
+                staging_bytes=staging_bytes,
+                profile=profile,
             )
         else:
             raise ViewError(
@@ -139,7 +168,10 @@ class TransferEngine:
 
     @property
     def path(self) -> str:
-        """``cpu``, ``cpu_numpy`` or ``direct``, whose handles name the kernels they took."""
+        """``cpu``, ``cpu_numpy``, ``direct`` or ``staged``, which takes either mover.
+
+        On a GPU each handle names its mover and kernels.
+        """
         return self._carrier.path
 
     @property
@@ -199,6 +231,10 @@ class TransferEngine:
         Empty in host memory, where `path` is all there is to say.
         """
         return self._carrier.explain(plan)
+
+    def route(self, plan: TransferPlan) -> Route | None:
+        """Which mover carries `plan` on a GPU, in which steps, and why; None in host memory."""
+        return self._carrier.route(plan)
 
     def close(self) -> None:
         """Wait for what is in flight and give back what the engine holds of a GPU."""

@@ -26,6 +26,18 @@ class PinnedAddresses(Protocol):
         """What the GPU calls `host_address`, good for `num_bytes` from there on."""
 
 
+    def chunk_of(self, host_address: int) -> PinnedChunk:
+        """The registration that `host_address` lies in: no copy may cross its ``end``."""
+
+
+class PinnedChunk(Protocol):
+    """One registration of pinned memory."""
+
+    @property
+    def end(self) -> int:
+        """The host address after its last byte."""
+
+
 class HostPages(Protocol):
     """Page slots with a digest table: kvferry's own pool, or an engine's tensors as they are."""
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvferry.transfer.device_transfer import DeviceTransfer
     from kvferry.transfer.plan import TransferPlan
     from kvferry.transfer.span_table import SpanTable
+    from kvferry.types import Mover
 
 __all__ = ["InFlight", "plans_meet"]
 
@@ -74,13 +75,14 @@ class InFlight:
         with self.lock:
             self._spare.append(event)
 
-    def order(self, stream: Stream, plan: TransferPlan) -> None:
-        """Let `stream` wait for transfers the other way that touch what `plan` touches.
+    def order(self, stream: Stream, plan: TransferPlan, mover: Mover) -> None:
+        """Let `stream` wait for transfers in other streams that touch what `plan` touches.
 
-        Those the same way are in the same stream. Others go on side by side.
+        Those the same way by the same mover are in the same streams. Others go on side by side.
         """
         for transfer in self:
-            if transfer.plan.direction is not plan.direction and plans_meet(transfer.plan, plan):
+            same = (transfer.plan.direction, transfer.route.mover) == (plan.direction, mover)
+            if not same and plans_meet(transfer.plan, plan):
                 transfer.hold_back(stream)
 
     def close(self) -> None:

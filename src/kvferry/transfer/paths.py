@@ -10,6 +10,7 @@ from kvferry.kernels import CopyPath, native_library
 from kvferry.kernels.jit import process_loader
 from kvferry.transfer.native_mover import move_span_native
 from kvferry.transfer.numpy_mover import move_span_numpy
+from kvferry.types import Mover
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,6 +26,7 @@ __all__ = [
     "available_gpu_paths",
     "choose_cpu_path",
     "disabled_gpu_paths",
+    "staging_is_disabled",
 ]
 
 
@@ -50,7 +52,7 @@ class CpuPath(NamedTuple):
 _COMPILED = CpuPath("cpu", move_span_native)
 _PORTABLE = CpuPath("cpu_numpy", move_span_numpy)
 _NAMES = frozenset({_COMPILED.name, _PORTABLE.name})
-_ALL_NAMES = _NAMES | {path.value for path in CopyPath}
+_ALL_NAMES = _NAMES | {path.value for path in CopyPath} | {Mover.STAGED.value}
 
 
 def available_cpu_paths() -> tuple[CpuPath, ...]:
@@ -73,7 +75,12 @@ def available_gpu_paths() -> tuple[CopyPath, ...]:
 
 def disabled_gpu_paths() -> frozenset[CopyPath]:
     """The GPU paths that are switched off."""
-    return frozenset(CopyPath(name) for name in disabled_paths(_ALL_NAMES) - _NAMES)
+    return frozenset(path for path in CopyPath if path.value in disabled_paths(_ALL_NAMES))
+
+
+def staging_is_disabled() -> bool:
+    """Whether the staged mover is switched off."""
+    return Mover.STAGED.value in disabled_paths(_ALL_NAMES)
 
 
 def choose_cpu_path(name: str | None = None) -> CpuPath:

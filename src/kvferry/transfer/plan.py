@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +25,7 @@ from kvferry.transfer.indices import (
     rows_of_pages,
     run_length,
 )
+from kvferry.transfer.staging import Run, runs_of
 from kvferry.types import Direction, SlotKind
 
 if TYPE_CHECKING:
@@ -83,6 +85,11 @@ class TransferPlan:
             found = rows.run if isinstance(rows, DeviceRows) else run_length(rows)
             self._device_runs[plane] = found
         return found
+
+    @functools.cached_property
+    def host_runs(self) -> list[Run]:
+        """Pages in neighbouring host slots, in the order of the plan."""
+        return runs_of(self.host_slots)
 
     @property
     def num_bytes(self) -> int:

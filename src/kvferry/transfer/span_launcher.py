@@ -1,9 +1,9 @@
-"""Launches the kernels that carry a plan, group of layers after group of layers."""
+"""Launches the kernels that carry a plan, step after step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from kvferry.kernels import CopyPath, MoveKernels
 from kvferry.types import Direction
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from kvferry.kernels.jit import Stream
     from kvferry.transfer.command_buffer import CommandBuffer
     from kvferry.transfer.plan import TransferPlan
-    from kvferry.transfer.span_table import Carried, Launch, SpanTable
+    from kvferry.transfer.span_table import Carried, Launch, SpanTable, Step
+    from kvferry.transfer.staging import Piece
 
 __all__ = ["DEFAULT_BLOCKS", "SpanLauncher", "default_blocks"]
 
@@ -56,62 +57,75 @@ class SpanLauncher:
             paths.add(CopyPath.REALIGN)
         self._kernels.load(*paths)
 
-    def launch(
-        self,
-        plan: TransferPlan,
-        table: SpanTable,
-        commands: CommandBuffer,
-        stream: Stream,
-        reached: Callable[[Sequence[int]], None],
-    ) -> None:
-        """Start all kernels of `plan` in `stream`.
-
-        `reached` is called where `stream` has come to the end of model layers, and gets them.
-        """
-        if plan.num_pages:
-            self._fill(plan, table, commands)
+    def begin(self, plan: TransferPlan, table: SpanTable, commands: CommandBuffer) -> None:
+        """What all launches of `plan` have in common. Call it before the first."""
         args = self._kernels.transfer
-        for launch in table.launches:
-            if plan.num_pages:
-                args.first_span, args.num_spans = launch.first, launch.num_spans
-                self._kernels.share_out(launch.path, launch.page_work)
-                self._move(launch, bool(args.is_load), stream.handle)
-            if launch.ends_layers:
-                reached(launch.ends_layers)
+        args.spans = table.address
+        args.host_base = 0
+        args.fault = commands.fault
+        args.sums_stride = plan.num_pages
+        args.index_bytes = commands.index_bytes
+        args.is_load = plan.direction is Direction.LOAD
+        args.verify = self._verify
+        self._select(commands, 0, plan.num_pages)
+        args.host_slots = commands.host_slots
+
+    def launch(self, step: Step, stream: Stream) -> None:
+        """Start the kernels of a step for all pages of the plan, in place on the host."""
+        if not self._kernels.transfer.num_pages:
+            return
+        for launch in step.launches:
+            self._move(launch, self._blocks, stream)
+
+    def launch_staged(
+        self,
+        step: Step,
+        commands: CommandBuffer,
+        piece: Piece,
+        staging: int,
+        blocks: int,
+        stream: Stream,
+    ) -> None:
+        """Start those for some pages, between the device pool and staging at that address."""
+        args = self._kernels.transfer
+        self._select(commands, piece.first_page, piece.num_pages)
+        args.host_slots = 0
+        args.host_base = staging
+        for launch in step.launches:
+            self._move(launch, self._blocks or blocks, stream)
 
     def finish(
         self, plan: TransferPlan, table: SpanTable, commands: CommandBuffer, stream: Stream
     ) -> None:
         """Write or compare all digests of `plan`, in a `stream` that is behind its kernels."""
         if plan.num_pages and self._verify:
-            self._fill(plan, table, commands)
+            self.begin(plan, table, commands)
             args = self._kernels.transfer
             args.first_span, args.num_spans = 0, table.num_spans
             self._kernels.finish(table.num_spans * plan.num_pages, stream.handle)
 
-    def _fill(self, plan: TransferPlan, table: SpanTable, commands: CommandBuffer) -> None:
+    def _select(self, commands: CommandBuffer, first_page: int, num_pages: int) -> None:
         args = self._kernels.transfer
-        args.spans = table.address
-        for index, address in enumerate(commands.row_tables):
-            args.rows[index] = address
-        args.host_slots = commands.host_slots
-        args.page_seeds = commands.page_seeds
-        args.sums = commands.sums
-        args.bad_pages = commands.bad_pages
-        args.fault = commands.fault
-        args.num_pages = args.sums_stride = plan.num_pages
-        args.index_bytes = commands.index_bytes
-        args.is_load = plan.direction is Direction.LOAD
-        args.verify = self._verify
+        for index, (address, page_bytes) in enumerate(commands.row_tables):
+            args.rows[index] = address + first_page * page_bytes
+        args.page_seeds = commands.page_seeds + first_page * 8
+        args.sums = commands.sums + first_page * 8
+        args.bad_pages = commands.bad_pages + first_page
+        args.first_page = first_page
+        args.num_pages = num_pages
 
-    def _move(self, launch: Launch, is_load: bool, stream: Any) -> None:
-        blocks = self._blocks or default_blocks(launch.path, is_load, launch.host_run)
+    def _move(self, launch: Launch, blocks: int | None, stream: Stream) -> None:
+        args = self._kernels.transfer
+        args.first_span, args.num_spans = launch.first, launch.num_spans
+        self._kernels.share_out(launch.path, launch.page_work)
+        if blocks is None:
+            blocks = default_blocks(launch.path, bool(args.is_load), launch.host_run)
         if launch.path is CopyPath.FLAT:
-            self._kernels.flat(blocks, stream)
+            self._kernels.flat(blocks, stream.handle)
         elif launch.path is CopyPath.REALIGN:
-            self._kernels.realign(blocks, stream)
+            self._kernels.realign(blocks, stream.handle)
         elif launch.grouped is not None:
-            self._kernels.grouped(launch.grouped, blocks, stream)
+            self._kernels.grouped(launch.grouped, blocks, stream.handle)
             if self._verify:
                 self._kernels.share_out(CopyPath.REALIGN, 0)
-                self._kernels.realign(blocks, stream, digest_only=True)
+                self._kernels.realign(blocks, stream.handle, digest_only=True)

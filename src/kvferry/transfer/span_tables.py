@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.errors import PlanError
 from kvferry.kernels import CopyDecision, CopyPath, GroupedConfig, decide_span, span_args
 from kvferry.transfer.span_table import Carried, SpanTable
+from kvferry.types import Mover
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,18 +20,20 @@ if TYPE_CHECKING:
     from kvferry.kernels.jit import Context, Stream
     from kvferry.transfer.host_pages import HostPages, PinnedAddresses
     from kvferry.transfer.plan import TransferPlan
+    from kvferry.transfer.route import Route
 
 __all__ = ["SpanTables"]
 
 _MAX_TABLES = 64
 
-_Key = tuple[tuple[int, int, int], ...]
+_Key = tuple[Mover, tuple[int, ...], tuple[tuple[int, int, int], ...]]
 
 
 class SpanTables:
     """The span tables of one mover, and the decisions in them.
 
-    Two plans are of one kind that move the same spans, with the same runs and row tables.
+    Two plans are of one kind that move the same spans in the same steps, with the same runs and row
+    tables.
 
     Args:
         device: The pool.
@@ -77,12 +80,15 @@ class SpanTables:
     def __len__(self) -> int:
         return len(self._tables)
 
-    def decide(self, span: Span, run_rows: int) -> CopyDecision:
-        """Which kernel carries `span` where `run_rows` rows are neighbours, and why."""
+    def decide(self, span: Span, run_rows: int, host: LayerView | None = None) -> CopyDecision:
+        """Which kernel carries `span` where `run_rows` rows are neighbours, and why.
+
+        `host`: where its rows lie besides the device; None: in the host pool.
+        """
         return decide_span(
             span,
             self._device.view(span.plane.name, span.layer),
-            self._host_view(span),
+            self._host_view(span) if host is None else host,
             run_rows=run_rows,
             path=self._path,
             unroll=self._unroll,
@@ -90,14 +96,19 @@ class SpanTables:
             verify=self._verify,
         )
 
-    def explain(self, plan: TransferPlan) -> Mapping[tuple[str, int], CopyDecision]:
+    def explain(
+        self, plan: TransferPlan, route: Route
+    ) -> Mapping[tuple[str, int], CopyDecision]:
         """For each plane and layer of `plan`: which kernel carries it, and why."""
         return {
-            (span.plane.name, span.layer): self.decide(span, plan.device_run(span.plane.name))
-            for span in plan.spans
+            (span.plane.name, span.layer): self.decide(
+                span, plan.device_run(span.plane.name), host
+            )
+            for step in self._steps(plan, route)
+            for span, host in step
         }
 
-    def take(self, plan: TransferPlan, table_of: Mapping[str, int]) -> SpanTable:
+    def take(self, plan: TransferPlan, table_of: Mapping[str, int], route: Route) -> SpanTable:
         """The table for `plan`, whose planes use these row tables; the context must be current.
 
         Raises:
@@ -105,21 +116,40 @@ class SpanTables:
             DriverError, JITError, MissingDependencyError: The table or a kernel cannot be had.
         """
         runs = {name: plan.device_run(name) for name in plan.device_rows}
-        key: _Key = tuple(
+        spans = tuple(
             (span.index, table_of[span.plane.name], runs[span.plane.name]) for span in plan.spans
         )
+        key: _Key = (route.mover, route.sizes, spans)
         found = self._tables.get(key)
         if found is None:
-            carried = [
-                self._carry(span, table_of[span.plane.name], runs[span.plane.name])
-                for span in plan.spans
+            steps = [
+                [
+                    self._carry(span, table_of[span.plane.name], runs[span.plane.name], host)
+                    for span, host in step
+                ]
+                for step in self._steps(plan, route)
             ]
             # Here, where nothing is under way yet that a compiler's failure would leave behind.
-            self._load(carried)
-            found = self._tables[key] = SpanTable(self._context, carried, self._setup)
+            self._load([one for step in steps for one in step])
+            found = self._tables[key] = SpanTable(self._context, steps, self._setup)
             self._forget(found)
         self._tables.move_to_end(key)
         return found
+
+    def _steps(
+        self, plan: TransferPlan, route: Route
+    ) -> Iterator[list[tuple[Span, LayerView | None]]]:
+        """The spans of each step, and where they lie besides the device; None: in the host pool."""
+        if route.mover is Mover.STAGED:
+            for group in route.groups:
+                yield list(zip(group.spans, group.views(), strict=True))
+            return
+        layers = plan.model_layers
+        first = 0
+        for size in route.sizes:
+            members = layers[first : first + size]
+            yield [(span, None) for span in plan.spans if span.model_layer in members]
+            first += size
 
     def _forget(self, newest: SpanTable) -> None:
         """Down to `_MAX_TABLES`, oldest first, but none that a kernel may still read."""
@@ -130,8 +160,10 @@ class SpanTables:
                 del self._tables[key]
                 table.close()
 
-    def _carry(self, span: Span, rows_table: int, run_rows: int) -> Carried:
-        decision = self.decide(span, run_rows)
+    def _carry(
+        self, span: Span, rows_table: int, run_rows: int, host: LayerView | None
+    ) -> Carried:
+        decision = self.decide(span, run_rows, host)
         if decision.chosen is None:
             raise PlanError(
                 f"plane {span.plane.name!r}, layer {span.layer} cannot move as asked: "
@@ -145,7 +177,7 @@ class SpanTables:
         args = span_args(
             span,
             self._device.view(span.plane.name, span.layer),
-            self._host_view(span),
+            self._host_view(span) if host is None else host,
             run_rows=run_rows,
             digest_address=self._pinned.device_address(address),
             digest_stride=digests.strides[0],

@@ -1,8 +1,9 @@
-"""The direct mover: one kernel a layer reads or writes mapped host memory in place."""
+"""Carries plans out on a GPU: what each of its movers needs around a transfer, and which it is."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -27,30 +28,40 @@ from kvferry.transfer.captured_transfer import CapturedTransfer
 from kvferry.transfer.command_buffer import CommandBuffer, CommandBuffers, row_tables
 from kvferry.transfer.device_transfer import DeviceTransfer
 from kvferry.transfer.in_flight import InFlight
-from kvferry.transfer.paths import disabled_gpu_paths
+from kvferry.transfer.movers import (
+    DEFAULT_STAGING_BYTES,
+    StagedMover,
+    Streams,
+    launch_direct,
+)
+from kvferry.transfer.paths import disabled_gpu_paths, staging_is_disabled
+from kvferry.transfer.profile import BUILT_IN
+from kvferry.transfer.router import Router, check_staging_bytes
 from kvferry.transfer.span_launcher import SpanLauncher
 from kvferry.transfer.span_table import SpanTable
 from kvferry.transfer.span_tables import SpanTables
-from kvferry.types import Direction
+from kvferry.types import Direction, Mover
 
 if TYPE_CHECKING:
     from kvferry.geometry import PoolView
     from kvferry.kernels.jit import KernelLoader
     from kvferry.transfer.host_pages import HostPages
     from kvferry.transfer.plan import TransferPlan
+    from kvferry.transfer.profile import DeviceProfile
+    from kvferry.transfer.route import Route
 
-__all__ = ["DirectMover"]
+__all__ = ["GpuCarrier"]
 
-_parked: list[DirectMover] = []
+_parked: list[GpuCarrier] = []
 
 
-class DirectMover:
+class GpuCarrier:
     """Carries out plans between a GPU's pool and pinned host memory, in streams of its own.
 
-    Loads and stores each have a stream. A transfer starts after what the caller's stream holds
-    when it is submitted, and the caller's stream waits for it only where it is told to. Digests are
-    written or compared, and reported, in a further stream: beside the next transfer and the
-    caller's work, for both need nothing but the bytes.
+    Loads and stores each have streams: for kernels, for the copy engine, and for reports. A
+    transfer starts after what the caller's stream holds when it is submitted, and the caller's
+    stream waits for it only where it is told to. Digests are written or compared, and reported,
+    beside the next transfer and the caller's work, for both need nothing but the bytes.
 
     Args:
         device: The pool, on one GPU.
@@ -61,6 +72,10 @@ class DirectMover:
         path: Carry everything this way, or refuse; None: flat, where it cannot realign.
         unroll: With grouped: how its threads share an element.
         disabled: Paths not to use.
+        mover: Take this one; None: the faster for each plan.
+        staging_bytes: Device memory of each direction for what is staged; 0: none.
+        why_not_staged: A reason not to stage that has nothing to do with the pools, or nothing.
+        profile: What the device can do.
     """
 
     def __init__(
@@ -74,7 +89,18 @@ class DirectMover:
         path: CopyPath | None = None,
         unroll: int | None = None,
         disabled: frozenset[CopyPath] = frozenset(),
+        mover: Mover | None = None,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        why_not_staged: str = "",
+        profile: DeviceProfile = BUILT_IN,
     ) -> None:
+        self._router = Router(
+            host,
+            profile,
+            staging_bytes=staging_bytes,
+            mover=mover,
+            why_not_staged=why_not_staged,
+        )
         self._host = host
         self._verify = verify
         self._gpu = _gpu_index(device.device)
@@ -82,11 +108,25 @@ class DirectMover:
         with self._context.current():
             self._pinned = host.pin_for(self._context)
             kernels = MoveKernels(loader, self._gpu)
-            self._streams = {direction: Stream(self._context) for direction in Direction}
-            self._reports = {direction: Stream(self._context) for direction in Direction}
+            # Kernels that lay out what was copied are short, and what waits for them is not: they
+            # go before what computes beside.
+            self._streams = {
+                direction: Streams(
+                    kernels=Stream(self._context, urgent=True),
+                    copies=Stream(self._context),
+                    reports=Stream(self._context),
+                )
+                for direction in Direction
+            }
             self._setup = Stream(self._context)
             self._ready = {direction: Event(self._context) for direction in Direction}
         self._launcher = SpanLauncher(kernels, verify=verify, blocks=blocks)
+        self._staged: StagedMover | None = None
+        if self._router.can_stage:
+            with self._context.current():
+                self._staged = StagedMover(
+                    self._context, self._launcher, self._pinned, staging_bytes=staging_bytes
+                )
         self._commands = CommandBuffers(self._context)
         self._in_flight = InFlight(self._context)
         self._tables = SpanTables(
@@ -116,11 +156,15 @@ class DirectMover:
         path: str | None,
         unroll: int | None,
         num_blocks: int | None,
-    ) -> DirectMover:
+        mover: str | None,
+        staging_bytes: int | None,
+        profile: DeviceProfile | None,
+    ) -> GpuCarrier:
         """A mover with the driver, compiler and cache of this process.
 
         Raises:
-            ConfigError: `path` is no GPU path or is switched off, or `num_blocks` is below 1.
+            ConfigError: `path` or `mover` is none or is switched off, `num_blocks` is below 1, or
+                `staging_bytes` is too little for a page of one layer.
             MissingDependencyError, NoDeviceError, DriverTooOldError, PinError: as they say.
         """
         if num_blocks is not None and not (isinstance(num_blocks, int) and num_blocks >= 1):
@@ -140,30 +184,55 @@ class DirectMover:
             raise ConfigError(
                 f"path {path!r} is not to be had for GPU pools; there are: {', '.join(names)}"
             )
+        if mover is not None and mover not in list(Mover):
+            raise ConfigError(f"mover {mover!r} is none of {', '.join(Mover)}; or give None")
+        staged_off = staging_is_disabled()
+        if staging_bytes is None:
+            staging_bytes = DEFAULT_STAGING_BYTES
+        elif staging_bytes < 0 or isinstance(staging_bytes, bool):
+            raise ConfigError(f"staging_bytes={staging_bytes}: give bytes from 0, or None")
+        elif staging_bytes and mover is None and path is None and not staged_off:
+            check_staging_bytes(host, staging_bytes)
+        why_not = (
+            "switched off by KVFERRY_DISABLE_PATHS" if staged_off
+            else "staging_bytes is 0" if not staging_bytes
+            else "" if path is None or mover is not None
+            else f"path {path!r} is asked for, and mover is not"
+        )  # fmt: skip
+        loader = process_loader()
         return cls(
             device,
             host,
-            process_loader(),
+            loader,
             verify=verify,
             blocks=num_blocks,
             path=None if path is None else CopyPath(path),
             unroll=unroll,
             disabled=disabled,
+            mover=None if mover is None else Mover(mover),
+            staging_bytes=staging_bytes,
+            why_not_staged=why_not,
+            profile=profile or BUILT_IN,
         )
 
     @property
     def path(self) -> str:
-        """How this mover is called; each handle says which kernels carried it."""
-        return "direct"
+        """The movers that there are; each handle says which carried it, and with which kernels."""
+        return "direct" if self._staged is None else "staged"
 
     @property
     def device_bytes(self) -> int:
-        """Device memory that it holds for transfers in flight."""
-        return self._commands.device_bytes
+        """Device memory that it holds for transfers in flight, staging included."""
+        staging = 0 if self._staged is None else self._staged.device_bytes
+        return self._commands.device_bytes + staging
 
     def explain(self, plan: TransferPlan) -> Mapping[tuple[str, int], CopyDecision]:
         """For each plane and layer of `plan`: which kernel carries it, and why."""
-        return self._tables.explain(plan)
+        return self._tables.explain(plan, self._router.route(plan))
+
+    def route(self, plan: TransferPlan) -> Route:
+        """Which mover carries `plan`, in which steps, and why."""
+        return self._router.route(plan)
 
     def submit(self, plan: TransferPlan, stream: int | None) -> DeviceTransfer:
         """Start `plan` after what `stream` holds now; None: the caller's current stream.
@@ -185,11 +254,12 @@ class DirectMover:
                 )
             finished = self._in_flight.event()
             try:
-                table, commands = self._prepare(plan)
+                route = self._router.route(plan)
+                table, commands = self._prepare(plan, route)
             except BaseException:
                 self._in_flight.put_back(finished)
                 raise
-            return self._start(plan, table, commands, finished, stream)
+            return self._start(plan, route, table, commands, finished, stream)
 
     def capture(self, plan: TransferPlan, stream: int | None, owner: object) -> CapturedTransfer:
         """Put `plan` into the graph that `stream` is capturing; `owner` lives as long as it.
@@ -203,7 +273,7 @@ class DirectMover:
                     f"stream {stream} is not being captured into a graph; begin the capture, or "
                     f"load and store"
                 )
-            table, commands = self._prepare(plan)
+            table, commands = self._prepare(plan, self._router.direct(plan))
             captured = CapturedTransfer(
                 plan, commands, path=table.path, verified=self._verify, owner=owner,
                 on_close=self._let_go,
@@ -213,7 +283,7 @@ class DirectMover:
             # Where one of these fails, the graph may hold the others: nothing is given back.
             commands.copy_in(theirs)
             commands.keep_rows(theirs)
-            self._launcher.launch(plan, table, commands, theirs, lambda _: None)
+            launch_direct(self._launcher, plan, table, commands, theirs, lambda *_: None)
             self._launcher.finish(plan, table, commands, theirs)
             commands.copy_out(theirs)
             return captured
@@ -223,26 +293,26 @@ class DirectMover:
         self._commands.put(commands)
         self._host.release(captured.plan.host_slots)
 
-    def _prepare(self, plan: TransferPlan) -> tuple[SpanTable, CommandBuffer]:
+    def _prepare(self, plan: TransferPlan, route: Route) -> tuple[SpanTable, CommandBuffer]:
         """What a transfer needs before anything is enqueued; the pool is leased."""
         if self._closed:
             raise TransferError("the engine is closed; make a new one over the same pools")
         self._in_flight.reap()
         self._host.acquire(plan.host_slots)
         try:
-            return self._laid_out(plan)
+            return self._laid_out(plan, route)
         except BaseException:
             self._host.release(plan.host_slots)
             raise
 
-    def _laid_out(self, plan: TransferPlan) -> tuple[SpanTable, CommandBuffer]:
+    def _laid_out(self, plan: TransferPlan, route: Route) -> tuple[SpanTable, CommandBuffer]:
         if self._pinned.closed:
             raise PinError(
                 "the host pool is not pinned any more, for a close() of it has failed: make a new "
                 "engine, which pins it again"
             )
         tables, table_of = row_tables(plan)
-        table = self._tables.take(plan, table_of)
+        table = self._tables.take(plan, table_of, route)
         if plan.num_pages > table.max_pages:
             raise PlanError(
                 f"{plan.num_pages} pages in one transfer; kernels take {table.max_pages} of "
@@ -259,44 +329,53 @@ class DirectMover:
     def _start(
         self,
         plan: TransferPlan,
+        route: Route,
         table: SpanTable,
         commands: CommandBuffer,
         finished: Event,
         stream: int,
     ) -> DeviceTransfer:
-        ours = self._streams[plan.direction]
-        layers: dict[int, Event] = {}
+        streams = self._streams[plan.direction]
+        staged = self._staged if route.mover is Mover.STAGED else None
         transfer = DeviceTransfer(
             plan,
-            path=table.path,
+            route,
+            path=table.path if staged is None else f"staged {table.path}",
             verified=self._verify,
             context=self._context,
             current_stream=self.current_stream,
             commands=commands,
-            layers=layers,
             finished=finished,
             lock=self._in_flight.lock,
             on_done=self._retire,
         )
         self._in_flight.add(transfer, table)
-        ends_in = ours
+
+        def reached(layers: Sequence[int], at: Stream) -> None:
+            transfer.layers.update(dict.fromkeys(layers, self._recorded(at)))
+
+        ends_in = [streams.kernels, streams.copies]
         try:
             # While the caller's stream is still at its work: nothing of it is read here.
-            commands.copy_in(ours)
+            commands.copy_in(streams.kernels)
             commands.keep_rows(Stream.borrowed(self._context, stream))
             ready = self._ready[plan.direction]
             ready.record(stream)
-            ours.wait_for(ready)
-            self._in_flight.order(ours, plan)
-            self._launcher.launch(
-                plan, table, commands, ours,
-                lambda ended: layers.update(dict.fromkeys(ended, self._recorded(ours))),
-            )  # fmt: skip
-            reports = self._reports[plan.direction]
-            reports.wait_for(layers[plan.model_layers[-1]])
-            ends_in = reports
-            self._launcher.finish(plan, table, commands, reports)
-            commands.copy_out(reports)
+            for ours in ends_in[: 1 if staged is None else 2]:
+                ours.wait_for(ready)
+                self._in_flight.order(ours, plan, route.mover)
+            if staged is None:
+                launch_direct(self._launcher, plan, table, commands, streams.kernels, reached)
+            else:
+                staged.launch(plan, route, table, commands, streams, reached)
+            if staged is None or plan.direction is Direction.LOAD:
+                transfer.moved = transfer.layers[plan.model_layers[-1]]
+            else:
+                transfer.moved = self._recorded(streams.copies)
+            streams.reports.wait_for(transfer.moved)
+            ends_in = [streams.reports]
+            self._launcher.finish(plan, table, commands, streams.reports)
+            commands.copy_out(streams.reports)
         except DriverError as fault:
             transfer.fail(fault)
         except BaseException as stopped:  # an interrupt, say, which goes on when all is in order
@@ -306,14 +385,19 @@ class DirectMover:
             self._end(transfer, finished, ends_in)
         return transfer
 
-    def _end(self, transfer: DeviceTransfer, finished: Event, ends_in: Stream) -> None:
-        """Mark where the transfer ends, however much of it came there."""
+    def _end(self, transfer: DeviceTransfer, finished: Event, ends_in: Sequence[Stream]) -> None:
+        """Mark where the transfer ends, however much of it came into which streams."""
+        last, *others = ends_in
         try:
-            finished.record(ends_in.handle)
+            for other in others:
+                finished.record(other.handle)
+                last.wait_for(finished)
+            finished.record(last.handle)
         except DriverError as fault:
             transfer.fail(fault)
             try:
-                ends_in.drain()
+                for stream in ends_in:
+                    stream.drain()
             except DriverError as lost:
                 transfer.lose(lost)
                 self._lost.append(transfer)
@@ -359,7 +443,9 @@ class DirectMover:
             self._in_flight.close()
             for event in self._ready.values():
                 event.close()
-            for stream in (*self._streams.values(), *self._reports.values(), self._setup):
+            if self._staged is not None:
+                self._staged.close()
+            for stream in (*itertools.chain(*self._streams.values()), self._setup):
                 stream.close()
 
 

@@ -1,0 +1,187 @@
+"""Which mover carries a plan, and in which steps: one pure function of numbers.
+
+It looks at no memory and no clock. Its estimates come from a device profile, which is measured or
+built in; the same numbers always get the same route.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvferry.errors import PlanError
+from kvferry.transfer.staging import Group, Place, group_layers
+from kvferry.types import Direction, Mover
+
+if TYPE_CHECKING:
+    from kvferry.geometry import Span
+    from kvferry.transfer.profile import DeviceProfile
+
+__all__ = ["Route", "plan_route"]
+
+# The first group is this many times what the link carries while a kernel starts: small enough to
+# be ready early, large enough that starting is not most of it.
+_FIRST_GROUP_LAUNCHES = 4
+# A way that is slower by less than this is taken for other reasons.
+_CLOSE = 1.03
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """How a plan is carried."""
+
+    mover: Mover
+    sizes: tuple[int, ...]
+    """Model layers of each step, in order; their bytes are there one step after another."""
+
+    groups: tuple[Group, ...]
+    """How each step lies in staging; empty where the mover is direct."""
+
+    reason: str
+    seconds: Mapping[str, float]
+    """What each way was estimated to take."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready values."""
+        return {
+            "mover": self.mover.value,
+            "layers_per_step": list(self.sizes),
+            "copy_widths": [[band.width for band in group.bands] for group in self.groups],
+            "reason": self.reason,
+            "estimated_seconds": dict(self.seconds),
+        }
+
+
+def plan_route(
+    spans: Sequence[Span],
+    *,
+    num_pages: int,
+    num_runs: int,
+    direction: Direction,
+    profile: DeviceProfile,
+    places: Mapping[int, Place] | None,
+    capacity: int,
+    why_not_staged: str = "",
+    mover: Mover | None = None,
+) -> Route:
+    """The fastest route for `num_pages` pages in `num_runs` runs of neighbouring host slots.
+
+    A load goes by layers, few first, so that an engine can begin with the first. A store goes by
+    whole pages where those are one piece on the host: long copies, whatever the runs are, and
+    nobody waits for its single layers.
+
+    Args:
+        spans: What moves of every page.
+        num_pages: N.
+        num_runs: Each is one copy a band.
+        direction: LOAD or STORE.
+        profile: What the device can do.
+        places: Of every span on the host; None: it cannot be staged.
+        capacity: Bytes of staging that one piece may take.
+        why_not_staged: Where `places` is None.
+        mover: Take this one; None: the faster.
+
+    Raises:
+        PlanError: `mover` is STAGED, and it cannot be.
+    """
+    layer_bytes: dict[int, int] = {}
+    for span in spans:
+        layer_bytes[span.model_layer] = layer_bytes.get(span.model_layer, 0) + span.num_bytes
+    num_layers, page_bytes = len(layer_bytes), sum(layer_bytes.values())
+    total = num_pages * page_bytes
+    ramp = profile.launch_seconds * profile.link[direction] * 1e9 * _FIRST_GROUP_LAUNCHES
+    first = _power_up(ramp / max(1, total / num_layers), num_layers)
+    direct_sizes = _growing(num_layers, first, num_layers)
+    seconds = {
+        "direct": total / (profile.direct[direction] * 1e9)
+        + profile.launch_seconds * len(direct_sizes)
+    }
+    if places is None:
+        if mover is Mover.STAGED:
+            raise PlanError(f"this transfer cannot be staged: {why_not_staged}")
+        return Route(Mover.DIRECT, direct_sizes, (), f"not staged: {why_not_staged}", seconds)
+    cap = max(1, int(capacity / max(1, total / num_layers)))
+    staged: dict[str, tuple[float, tuple[int, ...]]] = {}
+    estimate = functools.partial(
+        _staged_seconds, spans, places, num_pages, num_runs, direction, profile
+    )
+    most = 1 << (cap.bit_length() - 1)
+    ways = [_growing(num_layers, step, max(step, most)) for step in _doublings(first, num_layers)]
+    best = (estimate(ways[0]), ways[0])
+    for sizes in ways[1:]:
+        took = estimate(sizes)
+        if took * _CLOSE < best[0]:
+            best = (took, sizes)
+    staged["staged by layers"] = best
+    if direction is Direction.STORE and page_bytes <= capacity:
+        staged["staged by pages"] = (estimate((num_layers,)), (num_layers,))
+    seconds |= {name: took for name, (took, _) in staged.items()}
+    name = min(staged, key=lambda one: staged[one][0])
+    if "staged by pages" in staged and staged["staged by pages"][0] < best[0] * _CLOSE:
+        name = "staged by pages"
+    took, sizes = staged[name]
+    if mover is Mover.DIRECT or (mover is None and seconds["direct"] < took):
+        reason = "asked for" if mover else f"faster than {name} here"
+        return Route(Mover.DIRECT, direct_sizes, (), reason, seconds)
+    reason = "asked for" if mover else "the copy engine is faster than kernels here"
+    groups = _groups(spans, places, sizes, direction)
+    return Route(Mover.STAGED, sizes, groups, f"{name}: {reason}", seconds)
+
+
+def _groups(
+    spans: Sequence[Span],
+    places: Mapping[int, Place],
+    sizes: Sequence[int],
+    direction: Direction,
+) -> tuple[Group, ...]:
+    return group_layers(spans, places, sizes, with_gaps=direction is Direction.LOAD)
+
+
+def _staged_seconds(
+    spans: Sequence[Span],
+    places: Mapping[int, Place],
+    num_pages: int,
+    num_runs: int,
+    direction: Direction,
+    profile: DeviceProfile,
+    sizes: Sequence[int],
+) -> float:
+    # Filling the first staging buffer and emptying the last is not beside anything.
+    seconds = 2 * profile.launch_seconds
+    for group in _groups(spans, places, sizes, direction):
+        for band in group.bands:
+            rate = (
+                profile.link[direction]
+                if band.width == band.place.pitch
+                else profile.copy_rate(direction, band.width)
+            )
+            seconds += num_pages * band.width / (rate * 1e9) + num_runs * profile.copy_seconds
+    return seconds
+
+
+def _growing(num_layers: int, first: int, most: int) -> tuple[int, ...]:
+    """`first`, as many again, twice as many, … layers a step, but at most `most`."""
+    sizes: list[int] = []
+    done = 0
+    while done < num_layers:
+        size = min(max(first, done), most, num_layers - done)
+        sizes.append(size)
+        done += size
+    return tuple(sizes)
+
+
+def _doublings(first: int, most: int) -> list[int]:
+    found = [first]
+    while found[-1] * 2 <= most:
+        found.append(found[-1] * 2)
+    return found
+
+
+def _power_up(wanted: float, most: int) -> int:
+    """The smallest power of two that is not below `wanted`, and at most `most`."""
+    size = 1
+    while size < wanted and size < most:
+        size *= 2
+    return min(size, most)

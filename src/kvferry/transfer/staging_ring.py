@@ -1,0 +1,98 @@
+"""The staging memory of one direction: a ring of bytes whose reuse waits by events alone."""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvferry.errors import DriverError
+from kvferry.kernels.jit import DeviceBuffer, Event
+
+if TYPE_CHECKING:
+    from kvferry.kernels.jit import Context, Stream
+
+__all__ = ["StagingRing", "StagingRoom"]
+
+_ALIGNMENT = 512
+
+
+class StagingRoom(NamedTuple):
+    """Some bytes of the ring, and the two points in their life."""
+
+    address: int
+    end: int
+    filled: Event
+    """To be recorded where the bytes are there, in the stream that brings them."""
+
+    emptied: Event
+    """To be recorded where nobody reads them any more, in the stream that takes them."""
+
+
+class StagingRing:
+    """`num_bytes` of device memory, given out in order, again and again.
+
+    Rooms are emptied in the order in which they are taken: those of one direction go through one
+    stream. The context must be current for every call.
+
+    Raises:
+        DriverError: There is no device memory for it.
+    """
+
+    def __init__(self, context: Context, num_bytes: int) -> None:
+        self._context = context
+        try:
+            self._memory = DeviceBuffer(context, num_bytes)
+        except DriverError as full:
+            full.add_note(
+                f"it was to be {num_bytes:,} bytes of staging memory for one direction; pass a "
+                f"smaller staging_bytes, or 0 to do without"
+            )
+            raise
+        self._live: collections.deque[StagingRoom] = collections.deque()
+        self._spare: list[Event] = []
+        self._next = self._memory.address
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return self._memory.num_bytes
+
+    def take(self, num_bytes: int, stream: Stream) -> StagingRoom:
+        """Room for `num_bytes`, at most `num_bytes` of the ring, which `stream` may write.
+
+        `stream` waits on the GPU until the rooms that lay there are empty.
+        """
+        begin, limit = self._next, self._memory.address + self._memory.num_bytes
+        if begin + num_bytes > limit:
+            begin = self._memory.address
+        end = begin + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        # Rooms are live in the order of the ring, so those in the way are the oldest ones. They
+        # are emptied in that order too: to wait for the last of them is to wait for all.
+        last: StagingRoom | None = None
+        while self._live and self._in_the_way(self._live[0], begin, end):
+            last = self._live.popleft()
+            self._spare += (last.filled, last.emptied)
+        if last is not None:
+            stream.wait_for(last.emptied)
+        while len(self._spare) < 2:
+            self._spare.append(Event(self._context))
+        room = StagingRoom(begin, end, filled=self._spare.pop(), emptied=self._spare.pop())
+        self._live.append(room)
+        self._next = end
+        return room
+
+    def _in_the_way(self, room: StagingRoom, begin: int, end: int) -> bool:
+        # Also rooms behind the point where the ring was left early: they are older than what
+        # begins at its start.
+        wrapped = begin == self._memory.address and room.address >= self._next
+        return wrapped or (room.address < end and begin < room.end)
+
+    def close(self) -> None:
+        """Give everything back; nothing may use it any more."""
+        for room in self._live:
+            self._spare += (room.filled, room.emptied)
+        self._live.clear()
+        for event in self._spare:
+            event.close()
+        self._spare.clear()
+        self._memory.close()
