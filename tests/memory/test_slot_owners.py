@@ -6,6 +6,7 @@ import random
 from collections import Counter
 
 import pytest
+from tests.memory.counted_tables import count_touches
 
 from kvferry.errors import SlotOwnershipError
 from kvferry.memory import SlotOwner, SlotOwners, SlotRun
@@ -150,6 +151,24 @@ def test_fuzz_against_a_plain_dict() -> None:
 
     assert min(outcomes.values()) > 200, outcomes
     assert len(outcomes) == 6
+
+
+@pytest.mark.parametrize("num_slots", [1_000, 100_000])
+def test_a_call_touches_few_elements_in_any_pool(num_slots: int) -> None:
+    """Taking, handing over and freeing look at no more than 60 table elements a slot."""
+    owners = SlotOwners(num_slots)
+    # Free slots singly, so that each is a run of its own, which costs the most.
+    assert owners.allocate(num_slots, INDEX) is not None
+    owners.free(range(0, num_slots, 2), INDEX)
+    touches = count_touches(owners, owners._allocator)
+    for count in range(1, 65):
+        before = touches()
+        runs = owners.allocate(count, TRANSFER)
+        assert runs is not None
+        assert len(runs) == count
+        owners.hand_over(runs, TRANSFER, INDEX)
+        owners.free(runs, INDEX)
+        assert touches() - before <= 60 * count
 
 
 def test_integrity_check_sees_an_owner_changed_behind_it() -> None:

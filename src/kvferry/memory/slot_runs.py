@@ -1,13 +1,15 @@
 """Which page slots are free, kept as runs of neighbours. Pure bookkeeping: no memory, no numpy.
 
 A copy over neighbouring slots is one strided copy, so the allocator hands out as few runs as it
-can and keeps the free ones long. Each call costs O(slots asked for), whatever the pool's size.
+can and keeps the free ones long. Each call costs O(slots asked for), whatever the pool's size, and
+the slowest does too. `benchmarks/host_runs.py` measures that, and how long the runs are.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, SupportsIndex, TypeAlias
 
 from kvferry.errors import ConfigError, SlotOwnershipError
@@ -19,6 +21,7 @@ __all__ = ["SlotRun", "SlotRunAllocator", "Slots", "merge_slots", "slot_number",
 _EXACT_LENGTHS = 512
 _STEPS_LOG2 = 4
 _EXACT_LOG2 = _EXACT_LENGTHS.bit_length() - 1
+_NONE = -1
 
 
 class SlotRun(NamedTuple):
@@ -79,15 +82,19 @@ class SlotRunAllocator:
         num_slots = whole_number("num_slots", num_slots, 1)
         self._num_slots = num_slots
         self._num_free = 0
+        self._num_free_runs = 0
         self._is_free = bytearray(num_slots)
-        self._length_from: dict[int, int] = {}  # start of a free run -> its length
-        self._start_before: dict[int, int] = {}  # first slot after a free run -> its start
-        # Dicts serve as ordered sets: popitem() is O(1), next(iter(set)) is not.
-        self._bins: list[dict[int, None]] = [{} for _ in range(_bin_of(num_slots) + 1)]
+        # Tables of a fixed size, where dicts of the runs would be smaller: a dict is now and then
+        # hashed anew within one call, which takes milliseconds once there are 10^5 runs.
+        code = "i" if num_slots < 1 << 31 else "q"
+        # A free run's length, at its first and at its last slot; what is elsewhere means nothing.
+        self._length_at = array(code, [0]) * num_slots
+        # The runs of a bin are a doubly linked list of first slots; new runs go to its head.
+        self._next = array(code, [_NONE]) * num_slots
+        self._previous = array(code, [_NONE]) * num_slots
+        self._heads = [_NONE] * (_bin_of(num_slots) + 1)
         self._filled_bins = 0
-        self._add(0, num_slots)
-        self._is_free[:] = b"\x01" * num_slots
-        self._num_free = num_slots
+        self._give(0, num_slots)
 
     @property
     def num_slots(self) -> int:
@@ -102,7 +109,7 @@ class SlotRunAllocator:
     @property
     def num_free_runs(self) -> int:
         """In how many runs the free slots lie."""
-        return len(self._length_from)
+        return self._num_free_runs
 
     def is_free(self, slot: int) -> bool:
         """Whether `slot`, from 0 to ``num_slots - 1``, is free."""
@@ -155,26 +162,46 @@ class SlotRunAllocator:
             stop = self._num_slots if stop < 0 else stop
             runs[start] = stop - start
             start = self._is_free.find(1, stop)
-        if runs != self._length_from:
-            odd = min(runs.items() ^ self._length_from.items())
+        listed = list(self._listed_runs())
+        lengths = {start: self._length_at[start] for start, _ in listed}
+        if runs != lengths:
+            odd = min(runs.items() ^ lengths.items())
             raise SlotOwnershipError(
                 f"the free run at slot {odd[0]} of length {odd[1]} is known to only one of the "
                 f"slot table and the run table: a run was lost, doubled or not joined"
             )
-        if self._start_before != {start + length: start for start, length in runs.items()}:
+        if not len(runs) == len(listed) == self._num_free_runs:
+            raise SlotOwnershipError(
+                f"there are {len(runs)} free runs, but {len(listed)} were listed and "
+                f"{self._num_free_runs} counted"
+            )
+        if any(self._length_at[start + length - 1] != length for start, length in runs.items()):
             raise SlotOwnershipError("the ends of the free runs disagree with their starts")
         if sum(runs.values()) != self._num_free:
             raise SlotOwnershipError(
                 f"{sum(runs.values())} slots are free but {self._num_free} were counted"
             )
-        binned = {start: number for number, found in enumerate(self._bins) for start in found}
-        if binned != {start: _bin_of(length) for start, length in runs.items()}:
+        if any(_bin_of(runs[start]) != number for start, number in listed):
             raise SlotOwnershipError("the free runs are not binned by their length")
-        filled = sum(1 << number for number, found in enumerate(self._bins) if found)
+        filled = sum(1 << number for number in {number for _, number in listed})
         if filled != self._filled_bins:
             raise SlotOwnershipError(
                 f"filled bins are {filled:#x} but were noted as {self._filled_bins:#x}"
             )
+
+    def _listed_runs(self) -> Iterator[tuple[int, int]]:
+        """The first slot of each listed run, with its bin; SlotOwnershipError for a broken list."""
+        for number, start in enumerate(self._heads):
+            before = _NONE
+            while start != _NONE:
+                # Each run is the next of one other at most, so no walk goes round for ever.
+                if self._previous[start] != before:
+                    raise SlotOwnershipError(
+                        f"the free run at slot {start} comes after the one at {before}, but names "
+                        f"the one at {self._previous[start]}"
+                    )
+                yield start, number
+                before, start = start, self._next[start]
 
     def _take(self, wanted: int) -> SlotRun:
         """Take up to `wanted` slots from one free run; there must be one."""
@@ -185,48 +212,54 @@ class SlotRunAllocator:
             number += (fitting & -fitting).bit_length() - 1
         else:
             number = self._filled_bins.bit_length() - 1
-        # popitem() also clears the holes that deletions left behind it; a plain look would pass
-        # over them again at every call.
-        start, _ = self._bins[number].popitem()
-        length = self._length_from[start]
-        self._forget(start, length, number)
+        start = self._heads[number]
+        length = self._length_at[start]
+        self._unlist(start, length)
         taken = min(wanted, length)
         if taken < length:
-            self._add(start + taken, length - taken)
+            self._list(start + taken, length - taken)
         self._is_free[start : start + taken] = bytes(taken)
         return SlotRun(start, taken)
 
     def _give(self, start: int, length: int) -> None:
-        self._is_free[start : start + length] = b"\x01" * length
-        self._num_free += length
         stop = start + length
-        after = self._length_from.get(stop)
-        if after is not None:
-            self._drop(stop, after)
+        self._is_free[start:stop] = b"\x01" * length
+        self._num_free += length
+        if stop < self._num_slots and self._is_free[stop]:
+            after = self._length_at[stop]
+            self._unlist(stop, after)
             stop += after
-        before = self._start_before.get(start)
-        if before is not None:
-            self._drop(before, start - before)
-            start = before
-        self._add(start, stop - start)
+        if start and self._is_free[start - 1]:
+            before = self._length_at[start - 1]
+            start -= before
+            self._unlist(start, before)
+        self._list(start, stop - start)
 
-    def _add(self, start: int, length: int) -> None:
+    def _list(self, start: int, length: int) -> None:
         number = _bin_of(length)
-        self._length_from[start] = length
-        self._start_before[start + length] = start
-        self._bins[number][start] = None
-        self._filled_bins |= 1 << number
+        head = self._heads[number]
+        self._length_at[start] = self._length_at[start + length - 1] = length
+        self._next[start] = head
+        self._previous[start] = _NONE
+        if head == _NONE:
+            self._filled_bins |= 1 << number
+        else:
+            self._previous[head] = start
+        self._heads[number] = start
+        self._num_free_runs += 1
 
-    def _drop(self, start: int, length: int) -> None:
-        number = _bin_of(length)
-        del self._bins[number][start]
-        self._forget(start, length, number)
-
-    def _forget(self, start: int, length: int, number: int) -> None:
-        del self._length_from[start]
-        del self._start_before[start + length]
-        if not self._bins[number]:
-            self._filled_bins &= ~(1 << number)
+    def _unlist(self, start: int, length: int) -> None:
+        after, before = self._next[start], self._previous[start]
+        if after != _NONE:
+            self._previous[after] = before
+        if before != _NONE:
+            self._next[before] = after
+        else:
+            number = _bin_of(length)
+            self._heads[number] = after
+            if after == _NONE:
+                self._filled_bins &= ~(1 << number)
+        self._num_free_runs -= 1
 
 
 def _bin_of(length: int) -> int:
