@@ -68,6 +68,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no-baselines", action="store_true")
     parser.add_argument("--no-digests", action="store_true")
+    parser.add_argument("--mover", choices=["direct", "staged"], default="direct")
+    parser.add_argument("--host-run", type=int, default=1, help="pages in neighbouring slots")
+    parser.add_argument("--staging-mib", type=int, default=64, help="of a direction")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures to this file")
     args = parser.parse_args()
 
@@ -119,7 +122,8 @@ def _measure(case: Case, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     runs = rng.permutation(args.tokens // case.device_run)
     slots = (runs[:, None] * case.device_run + np.arange(case.device_run)).reshape(num_pages, -1)
     with _host_pool(geometry, case, num_pages) as pool:
-        order = rng.permutation(num_pages)
+        blocks_of = rng.permutation(num_pages // args.host_run)
+        order = (blocks_of[:, None] * args.host_run + np.arange(args.host_run)).ravel()
         keys = [b"%d" % page for page in order]
         plans = [
             make(geometry, host_slots=order, device_slots=slots, page_keys=keys)
@@ -134,6 +138,8 @@ def _measure(case: Case, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                         pool,
                         verify=not args.no_digests,
                         path=None if path == "best" else path,
+                        mover=args.mover,
+                        staging_bytes=args.staging_mib << 20,
                         num_blocks=blocks or None,
                     )
                     for tensor in (source, target)
