@@ -29,13 +29,13 @@ def slow() -> Callable[[Any], None]:
     return keep_busy
 
 
-@pytest.fixture
-def make_rig() -> Iterator[Callable[..., GpuRig]]:
-    """Makes pools; engines and pools are closed after the test."""
+@pytest.fixture(params=["direct", "staged"])
+def make_rig(request: pytest.FixtureRequest) -> Iterator[Callable[..., GpuRig]]:
+    """Makes pools; engines and pools are closed after the test. With each mover."""
     made: list[GpuRig] = []
 
     def make(geometry: Geometry, **options: Any) -> GpuRig:
-        made.append(GpuRig(geometry, **options))
+        made.append(GpuRig(geometry, mover=request.param, **options))
         return made[-1]
 
     yield make

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,9 +21,13 @@ from kvferry.testing import (
     pattern_rows,
     read_rows,
 )
+from kvferry.transfer.profile import BUILT_IN
 from kvferry.types import Layout, SlotKind
 
 DEVICE = "cuda:0"
+
+EAGER = dataclasses.replace(BUILT_IN, launch_seconds=1e-12)
+"""A device that starts kernels in no time."""
 
 Rows = npt.NDArray[np.int64]
 
@@ -79,6 +84,7 @@ class GpuRig:
         num_slots: Page slots on the host.
         host_layout: An engine's layout, in tensors that torch pinned; None: a `HostPool`.
         kind: What a slot holds.
+        mover: What engines are asked for, where the host's layout allows it.
     """
 
     def __init__(
@@ -89,9 +95,11 @@ class GpuRig:
         num_slots: int,
         host_layout: Layout | None = None,
         kind: SlotKind = SlotKind.PAGE,
+        mover: str | None = None,
     ) -> None:
         self.geometry = geometry
         self.kind = kind
+        self.mover = "direct" if host_layout is Layout.TOKEN_MAJOR else mover
         self.planes = [plane for plane in geometry.planes if plane.slot_kind is kind]
         self.memory = {
             plane.name: GuardedTensor(
@@ -124,7 +132,15 @@ class GpuRig:
         return memory_at(self.host.address, self.num_slots * slot_bytes).reshape(-1, slot_bytes)
 
     def engine(self, **options: Any) -> TransferEngine:
-        """An engine over both pools, closed with the rig."""
+        """An engine over both pools, closed with the rig.
+
+        Every few bytes are worth a launch of their own, and staging has room for few pages: so
+        transfers have many steps and pieces.
+        """
+        if "path" not in options:
+            options = {"mover": self.mover, **options}
+        room = max(1 << 20, 3 * self.geometry.slot_bytes(self.kind))
+        options = {"profile": EAGER, "staging_bytes": room, **options}
         engine = TransferEngine(self.view, self.host, **options)
         self._engines.append(engine)
         return engine

@@ -25,7 +25,6 @@ class PinnedAddresses(Protocol):
     def device_address(self, host_address: int, num_bytes: int = 1) -> int:
         """What the GPU calls `host_address`, good for `num_bytes` from there on."""
 
-
     def chunk_of(self, host_address: int) -> PinnedChunk:
         """The registration that `host_address` lies in: no copy may cross its ``end``."""
 

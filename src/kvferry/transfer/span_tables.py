@@ -96,14 +96,10 @@ class SpanTables:
             verify=self._verify,
         )
 
-    def explain(
-        self, plan: TransferPlan, route: Route
-    ) -> Mapping[tuple[str, int], CopyDecision]:
+    def explain(self, plan: TransferPlan, route: Route) -> Mapping[tuple[str, int], CopyDecision]:
         """For each plane and layer of `plan`: which kernel carries it, and why."""
         return {
-            (span.plane.name, span.layer): self.decide(
-                span, plan.device_run(span.plane.name), host
-            )
+            (span.plane.name, span.layer): self.decide(span, plan.device_run(span.plane.name), host)
             for step in self._steps(plan, route)
             for span, host in step
         }
@@ -160,9 +156,7 @@ class SpanTables:
                 del self._tables[key]
                 table.close()
 
-    def _carry(
-        self, span: Span, rows_table: int, run_rows: int, host: LayerView | None
-    ) -> Carried:
+    def _carry(self, span: Span, rows_table: int, run_rows: int, host: LayerView | None) -> Carried:
         decision = self.decide(span, run_rows, host)
         if decision.chosen is None:
             raise PlanError(

@@ -286,6 +286,5 @@ def runs_of(host_slots: NDArray[np.int64]) -> list[Run]:
     ends = [*first[1:], host_slots.size]
     slots = host_slots[first].tolist()
     return [
-        Run(begin, slot, end - begin)
-        for begin, slot, end in zip(first, slots, ends, strict=True)
+        Run(begin, slot, end - begin) for begin, slot, end in zip(first, slots, ends, strict=True)
     ]
