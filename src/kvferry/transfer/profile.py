@@ -213,7 +213,7 @@ BUILT_IN = DeviceProfile(
             (36_864, 53.7), (41_984, 54.8),
         ),
     },
-    copy_seconds=2e-6,
+    copy_seconds=0.6e-6,
     launch_seconds=10e-6,
     direct={Direction.LOAD: 50.5, Direction.STORE: 51.0},
     direct_blocks={Direction.LOAD: 24, Direction.STORE: 32},

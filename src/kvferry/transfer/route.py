@@ -25,7 +25,7 @@ __all__ = ["Route", "plan_route"]
 # be ready early, large enough that starting is not most of it.
 _FIRST_GROUP_LAUNCHES = 4
 # A way that is slower by less than this is taken for other reasons.
-_CLOSE = 1.03
+_CLOSE = 1.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,25 +102,27 @@ def plan_route(
         if mover is Mover.STAGED:
             raise PlanError(f"this transfer cannot be staged: {why_not_staged}")
         return Route(Mover.DIRECT, direct_sizes, (), f"not staged: {why_not_staged}", seconds)
-    cap = max(1, int(capacity / max(1, total / num_layers)))
+    fit = max(1, int(capacity / max(1, total / num_layers)))
     staged: dict[str, tuple[float, tuple[int, ...]]] = {}
     estimate = functools.partial(
-        _staged_seconds, spans, places, num_pages, num_runs, direction, profile
+        _staged_seconds, spans, places, num_pages, num_runs, direction, profile, capacity
     )
-    most = 1 << (cap.bit_length() - 1)
-    ways = [_growing(num_layers, step, max(step, most)) for step in _doublings(first, num_layers)]
-    best = (estimate(ways[0]), ways[0])
-    for sizes in ways[1:]:
-        took = estimate(sizes)
-        if took * _CLOSE < best[0]:
-            best = (took, sizes)
+    # Fewest layers a step first, as those are ready earliest; steps that do not fit staging are cut
+    # along their pages.
+    ways = {
+        _growing(num_layers, step, most): None
+        for step in _doublings(first, num_layers)
+        for most in _doublings(max(step, 1 << (fit.bit_length() - 1)), num_layers)
+    }
+    took_by_way = {sizes: estimate(sizes) for sizes in ways}
+    enough = min(took_by_way.values()) * _CLOSE
+    sizes = next(sizes for sizes, took in took_by_way.items() if took <= enough)
+    best = (took_by_way[sizes], sizes)
     staged["staged by layers"] = best
     if direction is Direction.STORE and page_bytes <= capacity:
         staged["staged by pages"] = (estimate((num_layers,)), (num_layers,))
     seconds |= {name: took for name, (took, _) in staged.items()}
-    name = min(staged, key=lambda one: staged[one][0])
-    if "staged by pages" in staged and staged["staged by pages"][0] < best[0] * _CLOSE:
-        name = "staged by pages"
+    name = min(reversed(staged), key=lambda one: staged[one][0])
     took, sizes = staged[name]
     if mover is Mover.DIRECT or (mover is None and seconds["direct"] < took):
         reason = "asked for" if mover else f"faster than {name} here"
@@ -146,18 +148,21 @@ def _staged_seconds(
     num_runs: int,
     direction: Direction,
     profile: DeviceProfile,
+    capacity: int,
     sizes: Sequence[int],
 ) -> float:
     # Filling the first staging buffer and emptying the last is not beside anything.
     seconds = 2 * profile.launch_seconds
     for group in _groups(spans, places, sizes, direction):
+        # A copy ends with its run or its piece.
+        num_copies = num_runs + num_pages * group.pitch // capacity
         for band in group.bands:
             rate = (
                 profile.link[direction]
                 if band.width == band.place.pitch
                 else profile.copy_rate(direction, band.width)
             )
-            seconds += num_pages * band.width / (rate * 1e9) + num_runs * profile.copy_seconds
+            seconds += num_pages * band.width / (rate * 1e9) + num_copies * profile.copy_seconds
     return seconds
 
 
