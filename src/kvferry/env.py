@@ -43,7 +43,8 @@ _CACHE_DIR = Variable(
     name="KVFERRY_CACHE_DIR",
     kind="absolute path",
     default="`$XDG_CACHE_HOME/kvferry`, else `~/.cache/kvferry`",
-    meaning="folder for compiled GPU kernels; made if absent, refused if others may write it",
+    meaning="folder for compiled GPU kernels and calibrated profiles; made if absent, refused if "
+    "others may write it",
 )
 
 _DEBUG = Variable(

@@ -47,6 +47,9 @@ _GPU: dict[str, Any] = {
     "bus_id": "0000:ab:00.0",
     "h2d_gb_s": 55.5,
     "d2h_gb_s": 55.4,
+    "profile": "calibrated",
+    "profile_file": "/home/me/.cache/kvferry/profile-1.json",
+    "profile_age_secs": 90_000.0,
     "tried_paths": {"flat": "", "realign": "", "grouped": ""},
 }
 _REPORT: dict[str, Any] = {
@@ -81,13 +84,29 @@ def test_a_sound_machine_has_nothing_to_be_told() -> None:
     assert all(check.found and not check.advice for check in diagnosis.checks)
     names = [check.name for check in diagnosis.checks]
     assert names == [
-        "driver", "gpu 0", "compiler", "kernel_cache", "link 0", "numa", "host_memory", "memlock",
-        "huge_pages", "cpu_paths", "gpu_paths",
+        "driver", "gpu 0", "compiler", "kernel_cache", "link 0", "profile 0", "numa", "host_memory",
+        "memlock", "huge_pages", "cpu_paths", "gpu_paths",
     ]  # fmt: skip
     assert _check(diagnosis, "driver").found == "NVIDIA driver 580.159.04, CUDA 13.0"
     assert "55.5 GB/s to the GPU, 55.4 GB/s from it" in _check(diagnosis, "link 0").found
     assert "at most 63.0" in _check(diagnosis, "link 0").found
     assert _check(diagnosis, "gpu_paths").found == "flat, realign, grouped on GPU 0"
+    assert _check(diagnosis, "profile 0").found == f"calibrated, {_GPU['profile_file']}, 1 day old"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.0, "less than a minute old"),
+        (61.0, "1 minute old"),
+        (7_300.0, "2 hours old"),
+        (864_000.0, "10 days old"),
+    ],
+)
+def test_the_age_of_a_profile_is_told(seconds: float, said: str) -> None:
+    """In the largest unit that it fills once."""
+    check = _check(_diagnosed(gpu={"profile_age_secs": seconds}), "profile 0")
+    assert check.found.endswith(f", {said}")
 
 
 def test_without_a_gpu_the_cpu_paths_do() -> None:
@@ -125,6 +144,13 @@ def test_without_a_gpu_the_cpu_paths_do() -> None:
         ({"gpu": {"link_error": "bytes changed"}}, "gpu_paths", "fail", "bytes changed"),
         ({"gpu": {"link_skipped": "only 5 bytes"}}, "link 0", "warn", "only 5 bytes"),
         ({"gpu": {"h2d_gb_s": 26.0}}, "link 0", "warn", "slower or narrower"),
+        ({"gpu": {"profile": "built-in", "profile_file": None}}, "profile 0", "warn",
+         "built-in run kvferry calibrate --device 0"),
+        ({"gpu": {"profile": "built-in", "profile_file": None, "profile_reason": "/x: damaged"}},
+         "profile 0", "warn", "built-in; another was passed over: /x: damaged"),
+        ({"gpu": {"unmeasured": ("direct.load",)}}, "profile 0", "warn", "up before direct.load"),
+        ({"gpu": {"profile": None}}, "profile 0", "warn", "not reached"),
+        ({"gpu": {"profile_error": "relative"}}, "profile 0", "fail", "relative"),
         ({"gpu": {"kernel_error": "no alias"}}, "gpu_paths", "fail", "GPU 0: no alias"),
         ({"gpu": {"tried_paths": {}}}, "gpu_paths", "fail", "GPU 0: flat: it was not reached"),
         ({"gpu": {"tried_paths": {"flat": ""}}}, "gpu_paths", "warn", "flat on GPU 0 GPU 0: rea"),
@@ -491,6 +517,8 @@ def test_a_gpu_that_is_a_stub(
     if not fault:
         assert told["gpu 0"][1]["found"].endswith("at 0000:ab:00.0")
         assert "GB/s to the GPU" in told["link 0"][1]["found"]
+        assert told["profile 0"][1]["found"] == "built-in"
+        assert told["profile 0"][1]["advice"].startswith("run kvferry calibrate")
         assert told["driver"][0] == "ok"
 
 

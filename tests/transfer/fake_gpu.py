@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.kernels.emulator import kernel_emulator
+from tests.transfer.fake_time import FakeTime, Work
 
 from kvferry.kernels.transfer_args import SpanArgs, TransferArgs
 from kvferry.types import Direction
@@ -67,7 +68,7 @@ class FakeGpu:
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
     CUstreamCaptureStatus = SimpleNamespace(CU_STREAM_CAPTURE_STATUS_NONE=0)
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
-    CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
+    CUevent_flags = SimpleNamespace(CU_EVENT_DEFAULT=0, CU_EVENT_DISABLE_TIMING=2)
     CUmemorytype = SimpleNamespace(CU_MEMORYTYPE_HOST=1, CU_MEMORYTYPE_DEVICE=2)
     CUDA_MEMCPY2D = SimpleNamespace
     CUpointer_attribute = SimpleNamespace(
@@ -94,6 +95,7 @@ class FakeGpu:
         """In which stream bytes of loads and of stores were moved last."""
         self.report_stream_of: dict[Direction, int] = {}
         """In which stream digests of loads and of stores were finished last."""
+        self.time = FakeTime()
         self._emulator = kernel_emulator()
         self._handles = itertools.count(1)
         self._streams: dict[int, collections.deque[_Entry]] = {CALLER: collections.deque()}
@@ -236,7 +238,9 @@ class FakeGpu:
         self.faults += [f"{what} uses {at:#x}, which is not there" for at in gone]
         return not gone
 
-    def _carry_out(self, kernel: str, transfer: TransferArgs, words: list[int]) -> bool:
+    def _carry_out(
+        self, kernel: str, transfer: TransferArgs, words: list[int], blocks: int
+    ) -> bool:
         named = ("spans", "page_seeds", "sums", "bad_pages", "fault")
         tables = [at for at in (*transfer.rows, transfer.host_slots) if at]
         if self._good(kernel, *tables, *(getattr(transfer, name) for name in named)):
@@ -250,14 +254,19 @@ class FakeGpu:
                 else kernel == "finish" or all(_lies_in(pinned, one.host.base) for one in spans)
             ):
                 getattr(self._emulator, f"emulate_{kernel}")(ctypes.byref(transfer), *words)
+                size = sum(one.num_bytes for one in spans) * transfer.num_pages
+                self.time.spend(Work(kernel, bool(transfer.is_load), size, blocks=blocks))
             else:
                 self.faults.append(f"{kernel} uses a host pool that is not pinned")
         return True
 
-    def _copy(self, target: int, source: int, num_bytes: int, stream: int) -> Status | None:
+    def _copy(
+        self, target: int, source: int, num_bytes: int, stream: int, *, to_device: bool = True
+    ) -> Status | None:
         def work() -> bool:
             if self._good("a copy", target, source):
                 ctypes.memmove(target, source, num_bytes)
+                self.time.spend(Work("copy", to_device, num_bytes))
             return True
 
         return self._put(stream, work)
@@ -266,6 +275,7 @@ class FakeGpu:
         # Read now: the caller fills the same structure for its next copy.
         (target, far), (source, near) = (_side(told, which) for which in ("dst", "src"))
         width, rows = told.WidthInBytes, told.Height
+        to_device = told.dstMemoryType == self.CUmemorytype.CU_MEMORYTYPE_DEVICE
         if rows > 1 and min(far, near) < width:
             return Status.CUDA_ERROR_INVALID_VALUE
 
@@ -274,6 +284,7 @@ class FakeGpu:
                 to, at = target + row * far, source + row * near
                 if self._good("a copy of rows", to, at):
                     ctypes.memmove(to, at, width)
+            self.time.spend(Work("rows", to_device, width * rows, width))
             return True
 
         return self._put(stream, work)
@@ -300,6 +311,12 @@ class FakeGpu:
 
     def _cu_device_get_attribute(self, attribute: _Attribute, _: int) -> int:
         return attribute.value
+
+    def _cu_device_get_name(self, _: int, __: int) -> bytes:
+        return b"Fake GPU\0\0"
+
+    def _cu_device_get_pcibus_id(self, _: int, __: int) -> bytes:
+        return b"0000:AB:00.0\0"
 
     def _cu_device_primary_ctx_retain(self, _: int) -> int:
         return 0x1000
@@ -338,8 +355,10 @@ class FakeGpu:
         awaited = self._recorded[event]
         return self._put(stream, lambda: self._reached[event] >= awaited)
 
-    def _cu_event_create(self, _: int) -> int:
+    def _cu_event_create(self, flags: int) -> int:
         self.events.add(handle := next(self._handles))
+        if flags == self.CUevent_flags.CU_EVENT_DEFAULT:
+            self.time.watch(handle)
         return handle
 
     def _cu_event_destroy(self, event: int) -> None:
@@ -351,6 +370,7 @@ class FakeGpu:
 
         def reach() -> bool:
             self._reached[event] = max(number, self._reached[event])
+            self.time.reach(event)
             return True
 
         return self._put(stream, reach)
@@ -358,6 +378,10 @@ class FakeGpu:
     def _cu_event_query(self, event: int) -> Status | None:
         over = self._reached[event] >= self._recorded[event]
         return None if over else Status.CUDA_ERROR_NOT_READY
+
+    def _cu_event_elapsed_time(self, earlier: int, later: int) -> float | Status:
+        found = self.time.between(earlier, later)
+        return Status.CUDA_ERROR_INVALID_HANDLE if found is None else found
 
     def _cu_mem_alloc(self, num_bytes: int) -> int:
         return self._allocate(self.device_memory, num_bytes)
@@ -383,7 +407,8 @@ class FakeGpu:
             return Status.CUDA_ERROR_INVALID_VALUE
         return address if attribute == "address" else 1
 
-    _cu_memcpy_hto_dasync = _cu_memcpy_dto_hasync = _cu_memcpy_dto_dasync = _copy
+    _cu_memcpy_hto_dasync = _cu_memcpy_dto_dasync = _copy
+    _cu_memcpy_dto_hasync = functools.partialmethod(_copy, to_device=False)
 
     _cu_memcpy2dasync = _copy_rows
 
@@ -410,7 +435,7 @@ class FakeGpu:
         self.calls.append(f"kernel {kernel}")
         streams = self.report_stream_of if kernel == "finish" else self.stream_of
         streams[Direction.LOAD if transfer.is_load else Direction.STORE] = stream
-        return self._put(stream, lambda: self._carry_out(kernel, transfer, words))
+        return self._put(stream, lambda: self._carry_out(kernel, transfer, words, dims[0]))
 
 
 def _side(told: SimpleNamespace, which: str) -> tuple[int, int]:

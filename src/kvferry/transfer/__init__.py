@@ -1,5 +1,6 @@
 """Plans, and the engine that carries them out."""
 
+from kvferry.transfer.calibration import Measured, calibrate
 from kvferry.transfer.captured_transfer import CapturedTransfer
 from kvferry.transfer.engine import TransferEngine
 from kvferry.transfer.handle import CompletedTransfer, TransferHandle
@@ -11,17 +12,34 @@ from kvferry.transfer.paths import (
     disabled_gpu_paths,
 )
 from kvferry.transfer.plan import TransferPlan
+from kvferry.transfer.profile import BUILT_IN, DeviceProfile
+from kvferry.transfer.profile_store import (
+    FoundProfile,
+    SavedProfile,
+    find_profile,
+    load_profile,
+    save_profile,
+)
 
 __all__ = [
+    "BUILT_IN",
     "CapturedTransfer",
     "CompletedTransfer",
+    "DeviceProfile",
     "DeviceRows",
+    "FoundProfile",
     "HostPages",
+    "Measured",
+    "SavedProfile",
     "TransferEngine",
     "TransferHandle",
     "TransferPlan",
     "available_cpu_paths",
     "available_gpu_paths",
     "blocks_to_rows",
+    "calibrate",
     "disabled_gpu_paths",
+    "find_profile",
+    "load_profile",
+    "save_profile",
 ]

@@ -16,13 +16,10 @@ from typing import Any, TypeVar
 from kvferry.errors import ConfigError
 from kvferry.types import Direction
 
-__all__ = ["BUILT_IN", "CALIBRATED", "PROFILE_PARTS", "DeviceProfile", "WidthCurve"]
+__all__ = ["BUILT_IN", "CALIBRATED", "DeviceProfile", "WidthCurve"]
 
 _BUILT_IN = "built-in"
 CALIBRATED = "calibrated"
-
-PROFILE_PARTS = ("link", "widths", "copy_seconds", "launch_seconds", "direct", "direct_blocks")
-"""The figures of a profile, by field."""
 
 WidthCurve = tuple[tuple[int, float], ...]
 """Row widths in bytes, ascending, each with a rate in GB/s."""

@@ -357,7 +357,7 @@ def test_a_folder_of_another_user_is_refused(
 def test_a_folder_of_root_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that came with an image is read by every user."""
     CubinCache(tmp_path / "cache").put(_KEY, _CUBIN)
-    monkeypatch.setattr(cubin_cache, "_ROOT", os.geteuid())
+    monkeypatch.setattr(cubin_cache, "ROOT", os.geteuid())
     monkeypatch.setattr(os, "geteuid", lambda: 4321)
     assert CubinCache(tmp_path / "cache").get(_KEY) == _CUBIN
 

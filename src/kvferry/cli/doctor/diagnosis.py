@@ -59,6 +59,7 @@ def diagnose(host: HostReading, gpus: GpuReport) -> Diagnosis:
         _compiler(gpus),
         _kernel_cache(gpus),
         *(_link(gpu, slot) for gpu, slot in zip(gpus.gpus, _slots(host, gpus), strict=True)),
+        *map(_profile, gpus.gpus),
         _numa(host, gpus),
         _host_memory(host),
         _memlock(host),
@@ -178,6 +179,40 @@ def _link(gpu: GpuReading, slot: Slot) -> Check:
             "-vv, LnkSta), other GPUs may share it, or this process runs on another NUMA node",
         )
     return Check(name, Status.OK, found)
+
+
+def _profile(gpu: GpuReading) -> Check:
+    name = f"profile {gpu.index}"
+    calibrate = f"kvferry calibrate --device {gpu.index}"
+    if gpu.profile_error is not None:
+        return Check(name, Status.FAIL, "unknown", gpu.profile_error)
+    if gpu.profile is None:
+        return Check(name, Status.WARN, "not reached", "see to the GPU first")
+    if gpu.profile_file is None:
+        why = f"; another was passed over: {gpu.profile_reason}" if gpu.profile_reason else ""
+        return Check(
+            name,
+            Status.WARN,
+            f"{gpu.profile}{why}",
+            f"run {calibrate}: three seconds on an idle GPU, and transfers are planned by what its "
+            f"own link can do",
+        )
+    found = f"{gpu.profile}, {gpu.profile_file}, {_age(gpu.profile_age_secs or 0.0)}"
+    if gpu.unmeasured:
+        return Check(
+            name,
+            Status.WARN,
+            f"{found}; time was up before {', '.join(gpu.unmeasured)}",
+            f"run {calibrate} again on an idle GPU",
+        )
+    return Check(name, Status.OK, found)
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
+        if (count := int(seconds // length)) > 0:
+            return f"{count} {unit}{'s' * (count != 1)} old"
+    return "less than a minute old"
 
 
 def _numa(host: HostReading, gpus: GpuReport) -> Check:

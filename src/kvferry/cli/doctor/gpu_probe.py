@@ -31,7 +31,7 @@ from kvferry.kernels.jit import (
     installed_compiler,
 )
 from kvferry.memory import ContextPinDriver, HostMapping, register
-from kvferry.transfer import disabled_gpu_paths
+from kvferry.transfer import disabled_gpu_paths, find_profile
 
 __all__ = ["main"]
 
@@ -169,6 +169,8 @@ def _readings(
             gpu = dataclasses.replace(gpu, h2d_gb_s=to_gpu, d2h_gb_s=from_gpu)
     except KVFerryError as bad:
         gpu = dataclasses.replace(gpu, link_error=str(bad))
+    yield "looking for its profile", gpu
+    gpu = _with_profile(context, gpu)
     yield "running a kernel", gpu
     try:
         _run_kernel(context)
@@ -179,6 +181,21 @@ def _readings(
         tried = {**gpu.tried_paths, path.value: transfer_error(path, index)}
         gpu = dataclasses.replace(gpu, tried_paths=tried)
     yield "ending", gpu
+
+
+def _with_profile(context: Context, gpu: GpuReading) -> GpuReading:
+    try:
+        found = find_profile(context)
+    except KVFerryError as bad:
+        return dataclasses.replace(gpu, profile_error=str(bad))
+    return dataclasses.replace(
+        gpu,
+        profile=found.profile.source,
+        profile_file=None if found.path is None else str(found.path),
+        profile_age_secs=found.age_seconds,
+        profile_reason=found.reason,
+        unmeasured=found.profile.unmeasured,
+    )
 
 
 def _link_speed(context: Context) -> tuple[float, float]:

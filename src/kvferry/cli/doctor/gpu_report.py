@@ -48,6 +48,16 @@ class GpuReading:
     h2d_gb_s: float | None = None
     """Payload of a pinned copy to the GPU, in 10^9 bytes a second."""
     d2h_gb_s: float | None = None
+    profile: str | None = None
+    """Where the figures of its link are from, ``built-in`` or ``calibrated``."""
+    profile_file: str | None = None
+    profile_age_secs: float | None = None
+    profile_reason: str | None = None
+    """Why they are built-in although there may be others."""
+    unmeasured: tuple[str, ...] = ()
+    """Which of them a calibration had no time for."""
+    profile_error: str | None = None
+    """Why nobody can tell."""
     tried_paths: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Each path that a small transfer was made on: what went wrong, or empty."""
 
@@ -129,7 +139,14 @@ def _end_of(child: subprocess.Popen[bytes], deadline_secs: float) -> str | None:
 
 def _report(told: Mapping[str, Any], ended: str | None) -> GpuReport:
     gpus = tuple(
-        GpuReading(**{**gpu, "capability": _pair(gpu["capability"])}) for gpu in told["gpus"]
+        GpuReading(
+            **{
+                **gpu,
+                "capability": _pair(gpu["capability"]),
+                "unmeasured": tuple(gpu.get("unmeasured", ())),
+            }
+        )
+        for gpu in told["gpus"]
     )
     driver = None if told["driver"] is None else _pair(told["driver"])
     paths = tuple(told["paths"])

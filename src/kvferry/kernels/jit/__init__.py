@@ -4,6 +4,13 @@ Importing this loads neither the compiler nor the driver, and reads nothing.
 """
 
 from kvferry.kernels.jit.build import Cubin, CubinOrigin, KernelLoader, cubin_for, process_loader
+from kvferry.kernels.jit.cache_files import (
+    ROOT,
+    complaint,
+    others_may_write,
+    publish_file,
+    read_file,
+)
 from kvferry.kernels.jit.compiler import (
     OPTIONS,
     Compiler,
@@ -24,6 +31,7 @@ from kvferry.kernels.jit.row_copy import RowCopy
 __all__ = [
     "MAX_SHARED_BYTES",
     "OPTIONS",
+    "ROOT",
     "CacheCounts",
     "CompileReport",
     "Compiler",
@@ -47,9 +55,13 @@ __all__ = [
     "architecture",
     "compile_cubin",
     "compile_report",
+    "complaint",
     "cubin_for",
     "cubin_key",
     "driver_version",
     "installed_compiler",
+    "others_may_write",
     "process_loader",
+    "publish_file",
+    "read_file",
 ]

@@ -16,15 +16,21 @@ import hashlib
 import logging
 import os
 import pathlib
-import secrets
 import stat
 import struct
 import tempfile
 import threading
-from collections.abc import Collection
 
 from kvferry import env
 from kvferry.errors import CubinCacheError
+from kvferry.kernels.jit.cache_files import (
+    ROOT,
+    TEMPORARY_SUFFIX,
+    complaint,
+    others_may_write,
+    publish_file,
+    read_file,
+)
 
 __all__ = ["CacheCounts", "CubinCache"]
 
@@ -39,18 +45,10 @@ _DIGEST_BYTES = 32
 _HEADER_BYTES = _HEADER.size + _DIGEST_BYTES
 
 _SUFFIX = ".cubin"
-_TEMPORARY = ".tmp"
 # Far more than a write takes, so that no file is removed that somebody is still writing.
 _STALE_SECS = 3600.0
 
 _NO_FOLDER = "neither KVFERRY_CACHE_DIR nor XDG_CACHE_HOME nor HOME names a folder"
-
-# The superuser can do what a kernel can anyway.
-_ROOT = 0
-
-# A link would lead out of the folder; a pipe would block.
-_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 @dataclasses.dataclass
@@ -99,9 +97,9 @@ class CubinCache:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = folder.stat()
         except OSError as error:
-            self._move_on(_complaint(folder, error))
+            self._move_on(complaint(folder, error))
             return
-        if _others_may_write(found, owners=(os.geteuid(), _ROOT)):
+        if others_may_write(found, owners=(os.geteuid(), ROOT)):
             raise CubinCacheError(
                 f"others may write in {folder} (mode {stat.S_IMODE(found.st_mode):o}, owner "
                 f"{found.st_uid}, and this is user {os.geteuid()}), so kernels in it may be "
@@ -145,12 +143,12 @@ class CubinCache:
         for folder in tuple(self._readable):
             path = folder / (key + _SUFFIX)
             try:
-                data = _read(path)
+                data = read_file(path)
             except FileNotFoundError:
                 continue
             except OSError as error:
                 self._count("unreadable")
-                _logger.warning("%s; the kernel is compiled instead", _complaint(path, error))
+                _logger.warning("%s; the kernel is compiled instead", complaint(path, error))
                 continue
             cubin = None if data is None else _unpack(key, data)
             if cubin is not None:
@@ -171,10 +169,10 @@ class CubinCache:
         while (folder := self._target) is not None:
             path = folder / (key + _SUFFIX)
             try:
-                written_at = _publish(path, data)
+                written_at = publish_file(path, data)
             except OSError as error:
                 self._count("unwritable")
-                self._move_on(_complaint(path, error), given_up=folder)
+                self._move_on(complaint(path, error), given_up=folder)
                 continue
             self._count("stored")
             self._sweep(folder, written_at)
@@ -206,7 +204,7 @@ class CubinCache:
         except FileNotFoundError:
             pass  # another process removed it first
         except OSError as error:
-            _logger.warning("it could not be removed: %s", _complaint(path, error))
+            _logger.warning("it could not be removed: %s", complaint(path, error))
 
     def _sweep(self, folder: pathlib.Path, now: float) -> None:
         """Remove what dead processes left; `now` is the file system's own time, not this host's."""
@@ -216,7 +214,7 @@ class CubinCache:
             self._swept.add(folder)
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
             for entry in entries:
-                if entry.name.startswith(".") and entry.name.endswith(_TEMPORARY):
+                if entry.name.startswith(".") and entry.name.endswith(TEMPORARY_SUFFIX):
                     # Somebody else may remove it at the same time.
                     with contextlib.suppress(OSError):
                         if entry.stat(follow_symlinks=False).st_mtime < now - _STALE_SECS:
@@ -237,17 +235,12 @@ def _private_temporary_folder() -> pathlib.Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     # Not through a link: somebody else may have put it there under this name.
     found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or _others_may_write(found, owners=(user,)):
+    if not stat.S_ISDIR(found.st_mode) or others_may_write(found, owners=(user,)):
         raise PermissionError(
             f"{folder} exists and is not a folder of user {user} alone (mode "
             f"{stat.filemode(found.st_mode)}, owner {found.st_uid}); remove it"
         )
     return folder
-
-
-def _others_may_write(found: os.stat_result, *, owners: Collection[int]) -> bool:
-    """Whether somebody beside `owners` may put a file into a folder: its owner, group or anyone."""
-    return found.st_uid not in owners or bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def _pack(key: str, cubin: bytes) -> bytes:
@@ -263,42 +256,3 @@ def _unpack(key: str, data: bytes) -> bytes | None:
 
 def _digest(header: bytes, cubin: bytes) -> bytes:
     return hashlib.blake2b(header + cubin, digest_size=_DIGEST_BYTES).digest()
-
-
-def _read(path: pathlib.Path) -> bytes | None:
-    """The bytes of a file; None where `path` is something else."""
-    with os.fdopen(os.open(path, _READ_FLAGS), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            return None
-        return file.read()
-
-
-def _publish(path: pathlib.Path, data: bytes) -> float:
-    """Let `path` hold `data`, whole or not at all; the file system's time of the write."""
-    temporary = path.with_name(
-        f".{path.stem[:16]}.{os.getpid()}.{secrets.token_hex(8)}{_TEMPORARY}"
-    )
-    descriptor = os.open(temporary, _WRITE_FLAGS, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            written_at = os.fstat(file.fileno()).st_mtime
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    # Without this a power cut may take the file back, no more; some file systems cannot do it.
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    return written_at
-
-
-def _complaint(path: pathlib.Path, error: OSError) -> str:
-    return f"{path}: {error.strerror or error}"

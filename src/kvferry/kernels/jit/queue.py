@@ -80,15 +80,19 @@ class Stream:
 
 
 class Event:
-    """A point in a stream. Without timing, as timed events cost more."""
+    """A point in a stream. Without timing unless asked, as timed events cost more."""
 
     __slots__ = ("_block", "_driver", "_query", "_record", "handle")
 
-    def __init__(self, context: Context) -> None:
-        """Make an event that nothing was recorded in: it counts as reached."""
+    def __init__(self, context: Context, *, timed: bool = False) -> None:
+        """Make an event that nothing was recorded in: it counts as reached.
+
+        `timed`: the GPU notes the time when it is reached, for `seconds_since`.
+        """
         self._driver = context.driver
         bindings = self._driver.bindings
-        flags = bindings.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        kinds = bindings.CUevent_flags
+        flags = kinds.CU_EVENT_DEFAULT if timed else kinds.CU_EVENT_DISABLE_TIMING
         self.handle: Any = self._driver.call("cuEventCreate", flags)
         self._record = bindings.cuEventRecord
         self._block = bindings.cuStreamWaitEvent
@@ -110,6 +114,14 @@ class Event:
             return False
         self._driver.check(result, "finish the work before an event")
         return True
+
+    def seconds_since(self, earlier: Event) -> float:
+        """The GPU's time from `earlier` to this, in seconds; half a microsecond is noise.
+
+        Raises:
+            DriverError: One of the two is not timed, was never recorded, or is not reached.
+        """
+        return float(self._driver.call("cuEventElapsedTime", earlier.handle, self.handle)) / 1e3
 
     def close(self) -> None:
         """Destroy the event."""
