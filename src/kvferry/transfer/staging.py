@@ -113,10 +113,8 @@ def place_of(view: LayerView, rows_per_page: int) -> Place | None:
     if not view.rows_are_contiguous:
         return None
     page_bytes = rows_per_page * view.row_stride
-    if view.num_rows == rows_per_page:
-        pitch = page_bytes
-    elif view.block_rows == rows_per_page:
-        pitch = view.block_stride
+    if view.block_rows == rows_per_page:
+        pitch = max(view.block_stride, page_bytes)
     elif view.num_blocks == 1 or view.block_stride == view.block_rows * view.row_stride:
         pitch = page_bytes
     else:
