@@ -88,7 +88,10 @@ struct Page {
     transfer.num_pages = transfer.num_spans = transfer.sums_stride = 1;
     transfer.is_load = is_load ? 1 : 0;
     transfer.verify = 1;
+    const uint64_t given = sum;
     lanes::finish(transfer);
+    check(sum == 0, "a sum that was finished", slot);
+    sum = given;
   }
 };
 

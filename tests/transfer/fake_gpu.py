@@ -56,6 +56,13 @@ class _Attribute(enum.Enum):
 Hook = Callable[..., Status | None]
 """Called with a function's arguments before it: what it fails with, or None to let it go on."""
 
+_BatchCall = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
+    *(ctypes.c_void_p, ctypes.c_void_p),
+)
+
 # One entry of a stream: whether it is over. One that is not is tried again later.
 _Entry = Callable[[], bool]
 
@@ -80,6 +87,9 @@ class FakeGpu:
     def __init__(self) -> None:
         self.mover: str | None = None
         """What engines over it are asked for, unless a test says so."""
+        self.batches = True
+        """Whether the driver knows copies of many pieces."""
+        self._batch_entry = _BatchCall(self._batch)
         self.hooks: dict[str, Hook] = {}
         """By name of the driver's function."""
         self.calls: list[str] = []
@@ -411,6 +421,31 @@ class FakeGpu:
     _cu_memcpy_dto_hasync = functools.partialmethod(_copy, to_device=False)
 
     _cu_memcpy2dasync = _copy_rows
+
+    def _cu_get_proc_address(self, name: bytes, version: int, _: int) -> tuple[int, int]:
+        assert (name, version) == (b"cuMemcpyBatchAsync", 12080)
+        entry = ctypes.cast(self._batch_entry, ctypes.c_void_p).value if self.batches else 0
+        return entry or 0, 0
+
+    def _batch(self, *given: Any) -> int:
+        """`cuMemcpyBatchAsync` as it is called by its address."""
+        (status,) = self._call("cuMemcpyBatchAsync", self._cu_memcpy_batch_async, *given)
+        return int(status)
+
+    def _cu_memcpy_batch_async(self, *given: Any) -> Status | None:
+        targets, sources, sizes, count, attributes, first, kinds, _, stream = given
+        assert (kinds, ctypes.c_size_t.from_address(first).value) == (1, 0)
+        assert ctypes.c_int.from_address(attributes).value == 1, "sources in stream order"
+        arrays = [(ctypes.c_uint64 * count).from_address(at) for at in (targets, sources, sizes)]
+        pieces = [tuple(map(int, piece)) for piece in zip(*arrays, strict=True)]
+
+        def work() -> bool:
+            for target, source, size in pieces:
+                if self._good("a copy of pieces", target, source):
+                    ctypes.memmove(target, source, size)
+            return True
+
+        return self._put(stream or CALLER, work)
 
     def _cu_memset_d8async(self, to: int, value: int, size: int, stream: int) -> Status | None:
         def work() -> bool:

@@ -173,9 +173,8 @@ def test_a_transfer_whose_end_nobody_can_tell(gpu: FakeGpu) -> None:
 
 @pytest.mark.parametrize(
     "function",
-    ["cuMemcpyHtoDAsync", "cuMemsetD8Async", "cuLaunchKernel", "cuMemcpyDtoHAsync",
-     "cuStreamWaitEvent"],
-)  # fmt: skip
+    ["cuMemcpyHtoDAsync", "cuLaunchKernel", "cuMemcpyDtoHAsync", "cuStreamWaitEvent"],
+)
 def test_any_call_that_the_driver_refuses(gpu: FakeGpu, function: str) -> None:
     """The handle says why, nothing is verified, and the engine goes on."""
     rig = DeviceRig(gpu)
@@ -194,6 +193,29 @@ def test_any_call_that_the_driver_refuses(gpu: FakeGpu, function: str) -> None:
     engine.close()
     rig.host.close()
     assert set(gpu.holdings.values()) == {0}
+
+
+def test_sums_that_nobody_finished(gpu: FakeGpu) -> None:
+    """What a transfer added up before it failed is not in the digests of the next."""
+    rig = DeviceRig(gpu)
+    engine = rig.warm_engine()
+    rows = rig.rows(2)
+    with gpu.failing("cuLaunchKernel", when=lambda kernel, *_: kernel == "finish") as refused:
+        stored = rig.store(engine, [0, 1], rows)
+    assert refused
+    assert stored.done
+    for _ in range(2):  # a transfer that cannot clear them fails, and leaves it to the next
+        with gpu.failing("cuMemsetD8Async", Status.CUDA_ERROR_LAUNCH_FAILED) as refused:
+            again = rig.store(engine, [0, 1], rows)
+        assert refused
+        with pytest.raises(TransferFaultError, match="LAUNCH_FAILED"):
+            again.wait()
+    rig.store(engine, [0, 1], rows).wait()
+    loaded = rig.load(engine, [0, 1], rows)
+    loaded.wait()
+    assert loaded.verified_pages == 2
+    engine.close()
+    rig.host.close()
 
 
 def test_an_event_that_cannot_be_made(gpu: FakeGpu) -> None:

@@ -14,7 +14,7 @@ from kvferry.errors import PlanError
 from kvferry.geometry import Geometry, LayerView, Plane, PoolView
 from kvferry.kernels import CopyPath
 from kvferry.memory import HostPool, RegisteredHostPool, SlotOwner
-from kvferry.transfer import TransferPlan, gpu_carrier, in_flight, span_tables
+from kvferry.transfer import TransferPlan, gpu_carrier, in_flight, movers, span_tables
 from kvferry.transfer.gpu_carrier import GpuCarrier
 from kvferry.transfer.span_table import Carried
 
@@ -95,6 +95,7 @@ def _submit(
     for name, double in doubles.items():
         monkeypatch.setattr(gpu_carrier, name, double)
     monkeypatch.setattr(in_flight, "Event", doubles["Event"])
+    monkeypatch.setattr(movers, "Stream", doubles["Stream"])
     monkeypatch.setattr(span_tables, "SpanTable", table)
     loader = mock.MagicMock()
     loader.driver.context.return_value.is_capturing.return_value = False

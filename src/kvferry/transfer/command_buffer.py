@@ -1,8 +1,12 @@
 """The memory of one GPU transfer: what the kernels read beside the pools, and what they report.
 
-pinned   | row tables | host slots | page seeds | fault |          copied in
-device   | row tables | host slots | page seeds | fault | bad pages | sums |
-pinned                                          | fault | bad pages |  copied out
+pinned   | row tables | host slots | page seeds | fault | bad pages |   copied in
+device   | row tables | host slots | page seeds | fault | bad pages |
+pinned                                          | fault | bad pages |   copied out
+device   | sums |
+
+Sums are zero before a transfer: the kernel that finishes digests leaves them so. After a transfer
+that failed they are cleared.
 """
 
 from __future__ import annotations
@@ -27,7 +31,12 @@ if TYPE_CHECKING:
 __all__ = ["CommandBuffer", "CommandBuffers", "row_tables"]
 
 _ALIGNMENT = 256
-_SMALLEST_BYTES = 64 << 10
+# Room for 32k tokens, or 1,000 pages of 61 layers. Where a buffer must grow the driver may wait for
+# the device.
+_SMALLEST_BYTES = 512 << 10
+_NUM_AHEAD = 2
+"""Transfers that may be in flight before a buffer is allocated for one more."""
+
 _MAX_INT32 = (1 << 31) - 1
 
 
@@ -79,12 +88,16 @@ class CommandBuffer:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._device, self._upload = _pair(context, _SMALLEST_BYTES)
+        held: list[DeviceBuffer | PinnedBuffer] = [self._device, self._upload]
         try:
-            self._report = PinnedBuffer(context, _SMALLEST_BYTES)
+            self._report = PinnedBuffer(context, _SMALLEST_BYTES // 8)
+            held.append(self._report)
+            self._sums = DeviceBuffer(context, _SMALLEST_BYTES)
         except DriverError:
-            self._device.close()
-            self._upload.close()
+            for one in held:
+                one.close()
             raise
+        self._sums_are_zero = False
         self._on_device: list[tuple[int, DeviceRows]] = []
         self.row_tables: tuple[tuple[int, int], ...] = ()
         """Where each begins on the device, and the bytes of one page in it."""
@@ -96,13 +109,12 @@ class CommandBuffer:
         self.bad_pages = 0
         self.sums = 0
         self._upload_bytes = 0
-        self._clear_bytes = 0
         self._num_pages = 0
 
     @property
     def device_bytes(self) -> int:
         """The device memory it holds."""
-        return self._device.num_bytes
+        return self._device.num_bytes + self._sums.num_bytes
 
     def lay_out(
         self, plan: TransferPlan, tables: list[NDArray[np.int64] | DeviceRows], num_spans: int
@@ -126,18 +138,15 @@ class CommandBuffer:
             end += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
         # The fault and the bad pages are neighbours: one copy brings back both.
         fault = end + _ALIGNMENT - 8
-        self._upload_bytes = fault + 8
+        self._upload_bytes = behind = fault + 8 + plan.num_pages
         self._num_pages = plan.num_pages
-        bad_bytes = -(-plan.num_pages // _ALIGNMENT) * _ALIGNMENT
-        self._clear_bytes = bad_bytes + num_spans * plan.num_pages * 8
-        behind = self._upload_bytes + self._clear_bytes
         on_device = []
         for rows in tables:
             if isinstance(rows, DeviceRows):
                 behind = -(-behind // _ALIGNMENT) * _ALIGNMENT
                 on_device.append((behind, rows))
                 behind += rows.num_bytes
-        base = self._reserve(behind, 8 + plan.num_pages)
+        base = self._reserve(behind, 8 + plan.num_pages, num_spans * plan.num_pages * 8)
         self._on_device = [(base + offset, rows) for offset, rows in on_device]
         *placed, self.host_slots, self.page_seeds = (base + offset for offset in offsets)
         places, copies = iter(placed), iter(self._on_device)
@@ -150,14 +159,15 @@ class CommandBuffer:
         )
         self.fault = base + fault
         self.bad_pages = self.fault + 8
-        self.sums = self.bad_pages + bad_bytes
+        self.sums = self._sums.address
         staged = self._upload.address
         for part, offset in zip(parts, offsets, strict=True):
             whole = np.ascontiguousarray(part)
             ctypes.memmove(staged + offset, whole.ctypes.data, whole.nbytes)
         ctypes.c_uint64.from_address(staged + fault).value = NO_FAULT
+        ctypes.memset(staged + fault + 8, 0, plan.num_pages)
 
-    def _reserve(self, device_bytes: int, report_bytes: int) -> int:
+    def _reserve(self, device_bytes: int, report_bytes: int, sums_bytes: int) -> int:
         # First the new, then away with the old: where there is no room for it, nothing changed.
         if self._device.num_bytes < device_bytes:
             grown = _pair(self._context, 1 << (device_bytes - 1).bit_length())
@@ -168,6 +178,11 @@ class CommandBuffer:
             report = PinnedBuffer(self._context, 1 << (report_bytes - 1).bit_length())
             self._report.close()
             self._report = report
+        if self._sums.num_bytes < sums_bytes:
+            sums = DeviceBuffer(self._context, 1 << (sums_bytes - 1).bit_length())
+            self._sums.close()
+            self._sums = sums
+            self._sums_are_zero = False
         return self._device.address
 
     def keep_rows(self, stream: Stream) -> None:
@@ -179,9 +194,15 @@ class CommandBuffer:
             stream.copy_within(target, rows.address, rows.num_bytes)
 
     def copy_in(self, stream: Stream) -> None:
-        """Bring it to the device and clear what the kernels add to."""
+        """Bring it to the device, and let what the kernels add to be zero."""
         stream.copy_in(self._device.address, self._upload.address, self._upload_bytes)
-        stream.clear(self.bad_pages, self._clear_bytes)
+        if not self._sums_are_zero:
+            stream.clear(self._sums.address, self._sums.num_bytes)
+        self._sums_are_zero = False
+
+    def finished(self) -> None:
+        """The transfer went through to its end, and has left the sums as they were."""
+        self._sums_are_zero = True
 
     def copy_out(self, stream: Stream) -> None:
         """Bring back what the kernels report."""
@@ -202,7 +223,7 @@ class CommandBuffer:
 
     def close(self) -> None:
         """Free everything; the buffer must be idle."""
-        for held in (self._device, self._upload, self._report):
+        for held in (self._device, self._upload, self._report, self._sums):
             held.close()
 
 
@@ -217,6 +238,13 @@ class CommandBuffers:
         self._context = context
         self._idle: list[CommandBuffer] = []
         self._all: list[CommandBuffer] = []
+        try:
+            for _ in range(_NUM_AHEAD):
+                self._all.append(CommandBuffer(context))
+        except DriverError:
+            self.close()
+            raise
+        self._idle += self._all
 
     @property
     def device_bytes(self) -> int:

@@ -164,6 +164,7 @@ class DeviceTransfer(TransferHandle):
         else:
             if self._error is None:
                 self._error, self._bad_pages = read_report(self.plan, commands)
+                commands.finished()
         self._over = True
         self._on_done(self, commands, tuple(self._events()))
 

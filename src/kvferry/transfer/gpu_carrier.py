@@ -108,26 +108,17 @@ class GpuCarrier:
         with self._context.current():
             self._pinned = host.pin_for(self._context)
             kernels = MoveKernels(loader, self._gpu)
-            # Kernels that lay out what was copied are short, and what waits for them is not: they
-            # go before what computes beside.
-            self._streams = {
-                direction: Streams(
-                    kernels=Stream(self._context, urgent=True),
-                    copies=Stream(self._context),
-                    reports=Stream(self._context),
-                )
-                for direction in Direction
-            }
+            self._streams = {direction: Streams.make(self._context) for direction in Direction}
             self._setup = Stream(self._context)
             self._ready = {direction: Event(self._context) for direction in Direction}
         self._launcher = SpanLauncher(kernels, verify=verify, blocks=blocks)
         self._staged: StagedMover | None = None
-        if self._router.can_stage:
-            with self._context.current():
+        with self._context.current():
+            if self._router.can_stage:
                 self._staged = StagedMover(
                     self._context, self._launcher, self._pinned, staging_bytes=staging_bytes
                 )
-        self._commands = CommandBuffers(self._context)
+            self._commands = CommandBuffers(self._context)
         self._in_flight = InFlight(self._context)
         self._tables = SpanTables(
             device,
@@ -354,24 +345,25 @@ class GpuCarrier:
         def reached(layers: Sequence[int], at: Stream) -> None:
             transfer.layers.update(dict.fromkeys(layers, self._recorded(at)))
 
-        ends_in = [streams.kernels, streams.copies]
+        ends_in = [streams.kernels, streams.aside, streams.copies]
         try:
             # While the caller's stream is still at its work: nothing of it is read here.
             commands.copy_in(streams.kernels)
             commands.keep_rows(Stream.borrowed(self._context, stream))
             ready = self._ready[plan.direction]
             ready.record(stream)
-            for ours in ends_in[: 1 if staged is None else 2]:
+            for ours in (streams.kernels, streams.copies)[: 1 if staged is None else 2]:
                 ours.wait_for(ready)
                 self._in_flight.order(ours, plan, route.mover)
             if staged is None:
                 launch_direct(self._launcher, plan, table, commands, streams.kernels, reached)
             else:
                 staged.launch(plan, route, table, commands, streams, reached)
-            if staged is None or plan.direction is Direction.LOAD:
+            if staged is None:
                 transfer.moved = transfer.layers[plan.model_layers[-1]]
             else:
-                transfer.moved = self._recorded(streams.copies)
+                is_load = plan.direction is Direction.LOAD
+                transfer.moved = self._recorded(streams.kernels if is_load else streams.copies)
             streams.reports.wait_for(transfer.moved)
             ends_in = [streams.reports]
             self._launcher.finish(plan, table, commands, streams.reports)

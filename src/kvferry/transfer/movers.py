@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvferry.kernels.jit import RowCopy
-from kvferry.transfer.staging import cut_copy, pieces_of
+from kvferry.kernels.jit import Event, Stream
+from kvferry.transfer.host_copies import HostCopies
+from kvferry.transfer.staging import pieces_of
 from kvferry.transfer.staging_ring import StagingRing
 from kvferry.types import Direction
 
 if TYPE_CHECKING:
-    from kvferry.kernels.jit import Context, Stream
+    from kvferry.kernels.jit import Context
     from kvferry.transfer.command_buffer import CommandBuffer
     from kvferry.transfer.host_pages import PinnedAddresses
     from kvferry.transfer.plan import TransferPlan
     from kvferry.transfer.route import Route
     from kvferry.transfer.span_launcher import SpanLauncher
     from kvferry.transfer.span_table import SpanTable
-    from kvferry.transfer.staging import Band, Piece
 
 __all__ = ["DEFAULT_STAGING_BYTES", "StagedMover", "Streams", "launch_direct"]
 
@@ -34,11 +33,28 @@ class Streams(NamedTuple):
     """Those of one direction."""
 
     kernels: Stream
+    """Behind all that the direction's kernels did."""
+
+    aside: Stream
+    """For every other piece. A kernel that waits in a stream behind another is not there yet when
+    a busy GPU has room for a moment; two streams have two kernels there."""
+
     copies: Stream
     reports: Stream
 
+    @classmethod
+    def make(cls, context: Context) -> Streams:
+        """New ones. Kernels are short and what waits for them is not: they go before what computes
+        beside."""
+        return cls(
+            kernels=Stream(context, urgent=True),
+            aside=Stream(context, urgent=True),
+            copies=Stream(context),
+            reports=Stream(context, urgent=True),
+        )
 
-Reached = Callable[[Sequence[int], "Stream"], None]
+
+Reached = Callable[[Sequence[int], Stream], None]
 """Called where a stream has come to the end of model layers."""
 
 
@@ -86,21 +102,23 @@ class StagedMover:
         staging_bytes: int,
     ) -> None:
         self._launcher = launcher
-        self._pinned = pinned
+        self._copies = HostCopies(context, pinned)
         self._blocks = context.num_multiprocessors
-        self._copies: Mapping[Direction, RowCopy] = {
-            direction: RowCopy(context, to_device=direction is Direction.LOAD)
-            for direction in Direction
-        }
+        self._capacity = staging_bytes // 2
         self._rings: dict[Direction, StagingRing] = {}
+        self._begun: dict[Direction, Event] = {}
         try:
             for direction in Direction:
+                self._begun[direction] = Event(context)
                 self._rings[direction] = StagingRing(context, staging_bytes)
         except BaseException:
             self.close()
             raise
-        self.capacity = staging_bytes // 2
-        """Bytes of the largest piece."""
+
+    @property
+    def batched(self) -> bool:
+        """Whether many pieces can be copied in one call."""
+        return self._copies.batched
 
     @property
     def device_bytes(self) -> int:
@@ -116,83 +134,59 @@ class StagedMover:
         streams: Streams,
         reached: Reached,
     ) -> None:
-        """Enqueue `plan`: what is read is behind the streams of its direction, on either side."""
+        """Enqueue `plan` behind what `streams.kernels` and `streams.copies` hold.
+
+        All its kernels are over where `streams.kernels` is, all its copies where `streams.copies`.
+        """
         is_load = plan.direction is Direction.LOAD
-        ring, kernels, copies = self._rings[plan.direction], streams.kernels, streams.copies
+        ring, copies = self._rings[plan.direction], streams.copies
+        lanes = (streams.kernels, streams.aside)
+        begun = self._begun[plan.direction]
+        begun.record(streams.kernels.handle)
+        streams.aside.wait_for(begun)
+        launch, copy, blocks = self._launcher.launch_staged, self._copies.submit, self._blocks
         self._launcher.begin(plan, table, commands)
-        brings, takes = (copies, kernels) if is_load else (kernels, copies)
-        done = 0
-        for piece in pieces_of(
-            route.groups,
-            plan.num_pages,
-            capacity=self.capacity,
-            smallest=_SHORT_PIECE_BYTES,
-            first_is_short=not is_load,
+        laid_out: Event | None = None  # where the piece before was
+        for number, piece in enumerate(
+            pieces_of(
+                route.groups,
+                plan.num_pages,
+                capacity=self._capacity,
+                smallest=_SHORT_PIECE_BYTES,
+                first_is_short=not is_load,
+            )
         ):
             group, step = route.groups[piece.group], table.steps[piece.group]
+            lane = lanes[number % 2]
+            brings, takes = (copies, lane) if is_load else (lane, copies)
             room = ring.take(piece.num_pages * group.pitch, brings)
             if is_load:
-                self._copy(plan, piece, group.bands, group.pitch, room.address, copies)
+                copy(plan, piece, group, room.address, copies)
             else:
-                self._launcher.launch_staged(
-                    step, commands, piece, room.address, self._blocks, kernels
-                )
+                launch(step, commands, piece, room.address, blocks, lane)
             room.filled.record(brings.handle)
             takes.wait_for(room.filled)
             if is_load:
-                self._launcher.launch_staged(
-                    step, commands, piece, room.address, self._blocks, kernels
-                )
+                launch(step, commands, piece, room.address, blocks, lane)
             else:
-                self._copy(plan, piece, group.bands, group.pitch, room.address, copies)
+                copy(plan, piece, group, room.address, copies)
             room.emptied.record(takes.handle)
             if piece.ends_group:
-                reached(step.layers, kernels)
-                done += 1
-        for step in table.steps[done:]:  # of no pages
-            reached(step.layers, kernels)
-
-    def _copy(
-        self,
-        plan: TransferPlan,
-        piece: Piece,
-        bands: Sequence[Band],
-        pitch: int,
-        staging: int,
-        stream: Stream,
-    ) -> None:
-        copy = self._copies[plan.direction].submit
-        end = piece.first_page + piece.num_pages
-        runs = plan.host_runs
-        at = bisect.bisect_right(runs, piece.first_page, key=lambda run: run.first_page) - 1
-        while at < len(runs) and runs[at].first_page < end:
-            run = runs[at]
-            at += 1
-            first = max(run.first_page, piece.first_page)
-            rows = min(run.first_page + run.num_pages, end) - first
-            slot = run.first_slot + first - run.first_page
-            for band in bands:
-                (address, host_pitch), width, in_staging = band
-                host = address + slot * host_pitch
-                device = staging + (first - piece.first_page) * pitch + in_staging
-                for row, count, offset, part in cut_copy(
-                    host, host_pitch, width, rows, self._end_of_chunk
-                ):
-                    copy(
-                        stream,
-                        host=host + row * host_pitch + offset,
-                        host_pitch=host_pitch,
-                        device=device + row * pitch + offset,
-                        device_pitch=pitch,
-                        width=part,
-                        rows=count,
-                    )
-
-    def _end_of_chunk(self, address: int) -> int:
-        return self._pinned.chunk_of(address).end
+                if piece.first_page and laid_out is not None:
+                    lane.wait_for(laid_out)
+                reached(step.layers, lane)
+            laid_out = room.emptied if is_load else room.filled
+        if laid_out is not None:
+            streams.kernels.wait_for(laid_out)
+        else:  # there are no pages
+            for step in table.steps:
+                reached(step.layers, streams.kernels)
 
     def close(self) -> None:
         """Give all memory back; nothing of it may be in flight."""
         for ring in self._rings.values():
             ring.close()
         self._rings.clear()
+        for event in self._begun.values():
+            event.close()
+        self._begun.clear()

@@ -31,8 +31,7 @@ class StagingRoom(NamedTuple):
 class StagingRing:
     """`num_bytes` of device memory, given out in order, again and again.
 
-    Rooms are emptied in the order in which they are taken: those of one direction go through one
-    stream. The context must be current for every call.
+    The context must be current for every call.
 
     Raises:
         DriverError: There is no device memory for it.
@@ -66,14 +65,11 @@ class StagingRing:
         if begin + num_bytes > limit:
             begin = self._memory.address
         end = begin + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        # Rooms are live in the order of the ring, so those in the way are the oldest ones. They
-        # are emptied in that order too: to wait for the last of them is to wait for all.
-        last: StagingRoom | None = None
+        # Rooms are live in the order of the ring, so those in the way are the oldest ones.
         while self._live and self._in_the_way(self._live[0], begin, end):
-            last = self._live.popleft()
-            self._spare += (last.filled, last.emptied)
-        if last is not None:
-            stream.wait_for(last.emptied)
+            before = self._live.popleft()
+            self._spare += (before.filled, before.emptied)
+            stream.wait_for(before.emptied)
         while len(self._spare) < 2:
             self._spare.append(Event(self._context))
         room = StagingRoom(begin, end, filled=self._spare.pop(), emptied=self._spare.pop())

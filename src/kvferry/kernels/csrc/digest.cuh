@@ -36,11 +36,14 @@ KVFERRY_HD constexpr uint64_t join_word(uint32_t low, uint32_t high) {
   return static_cast<uint64_t>(high) << 32 | low;
 }
 
-// Ends one span of one page: a store writes its digest, a load compares.
+// Ends one span of one page: a store writes its digest, a load compares. The sum is zero after it,
+// so that nothing has to be cleared before the next transfer.
 KVFERRY_HD __forceinline__ void finish_page(const Transfer &transfer, uint32_t span_index,
                                             uint32_t page) {
   const Span &span = span_of(transfer, span_index);
-  const uint64_t sum = *reinterpret_cast<const uint64_t *>(sum_address(transfer, span_index, page));
+  uint64_t *const sum_at = reinterpret_cast<uint64_t *>(sum_address(transfer, span_index, page));
+  const uint64_t sum = *sum_at;
+  *sum_at = 0;
   const uint64_t seed = reinterpret_cast<const uint64_t *>(transfer.page_seeds)[page];
   const uint64_t found = finish_digest(sum, seed, span.where);
   volatile uint64_t *kept = reinterpret_cast<volatile uint64_t *>(

@@ -1,0 +1,92 @@
+"""Many scattered pieces by the copy engine in one call, which leaves no pause between them."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvferry.errors import DriverTooOldError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvferry.kernels.jit.driver import Context
+    from kvferry.kernels.jit.queue import Stream
+
+__all__ = ["PieceCopy"]
+
+# The first version that has the function; its arguments are those of this version in later ones.
+_VERSION = 12080
+_NAME = "cuMemcpyBatchAsync"
+
+# Destinations, sources, sizes, their number, attributes, the piece that each of those begins with,
+# their number, the piece that failed, stream.
+_Call = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
+    *(ctypes.c_void_p, ctypes.c_void_p),
+)
+
+
+class _Attributes(ctypes.Structure):
+    """`CUmemcpyAttributes`: sources are read in the order of the stream; no hints."""
+
+    _fields_ = (
+        ("source_order", ctypes.c_int),
+        ("hints", ctypes.c_int * 4),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class PieceCopy:
+    """Copies between pinned host memory and the device, both ways.
+
+    The driver's function is called by its address with arrays of addresses: its binding makes an
+    object of every one of them. Every method must be called with the context current.
+
+    Raises:
+        DriverTooOldError: The driver is of a CUDA before 12.8.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._driver = context.driver
+        version = self._driver.version[0] * 1000 + self._driver.version[1] * 10
+        if version < _VERSION:
+            raise DriverTooOldError(
+                f"this driver is of CUDA {self._driver.version[0]}.{self._driver.version[1]}, and "
+                f"{_NAME} is there from 12.8 on; update the driver"
+            )
+        address, _ = self._driver.call("cuGetProcAddress", _NAME.encode(), _VERSION, 0)
+        if not address:
+            raise DriverTooOldError(f"this driver has no {_NAME}; update it")
+        self._call = _Call(int(address))
+        self._attributes = _Attributes(source_order=1)
+        self._first = ctypes.c_size_t(0)
+        self._failed = ctypes.c_size_t(0)
+        self._told = tuple(
+            ctypes.addressof(one) for one in (self._attributes, self._first, self._failed)
+        )
+
+    def submit(
+        self,
+        stream: Stream,
+        targets: NDArray[np.uint64],
+        sources: NDArray[np.uint64],
+        sizes: NDArray[np.uint64],
+    ) -> None:
+        """Copy `sizes` bytes each from `sources` to `targets`. Shape of all: ``[pieces]``.
+
+        Raises:
+            DriverError: The driver refused, or earlier work has failed.
+        """
+        attributes, first, failed = self._told
+        status = self._call(
+            *(targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes)),
+            *(attributes, first, 1, failed, int(stream.handle)),
+        )
+        if status:
+            code = self._driver.bindings.CUresult(status)
+            raise self._driver.error(code, f"{len(sizes)} pieces could not be copied")
