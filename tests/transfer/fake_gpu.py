@@ -443,6 +443,9 @@ class FakeGpu:
             for target, source, size in pieces:
                 if self._good("a copy of pieces", target, source):
                     ctypes.memmove(target, source, size)
+            to_device = bool(pieces) and _lies_in(self.device_memory, pieces[0][0])
+            total = sum(size for *_, size in pieces)
+            self.time.spend(Work("rows", to_device, total, max((one[2] for one in pieces), default=0)))
             return True
 
         return self._put(stream or CALLER, work)

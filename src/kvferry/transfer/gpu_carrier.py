@@ -118,6 +118,7 @@ class GpuCarrier:
                 self._staged = StagedMover(
                     self._context, self._launcher, self._pinned, staging_bytes=staging_bytes
                 )
+                self._router.batched = self._staged.batched
             self._commands = CommandBuffers(self._context)
         self._in_flight = InFlight(self._context)
         self._tables = SpanTables(

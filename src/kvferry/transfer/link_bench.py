@@ -9,9 +9,11 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvferry.errors import ConfigError, DriverError, TransferTimeoutError
+import numpy as np
+
+from kvferry.errors import ConfigError, DriverError, DriverTooOldError, TransferTimeoutError
 from kvferry.kernels import MoveKernels
-from kvferry.kernels.jit import DeviceBuffer, PinnedBuffer, RowCopy, process_loader
+from kvferry.kernels.jit import DeviceBuffer, PieceCopy, PinnedBuffer, RowCopy, process_loader
 from kvferry.transfer.direct_trial import DirectTrial, TrialSize
 from kvferry.transfer.gpu_clock import GpuClock
 from kvferry.types import Direction
@@ -138,6 +140,11 @@ class LinkBench:
         self._clock = GpuClock(context, self._delay)
         self._held.append(self._clock)
         self._rows = {way: RowCopy(context, to_device=way is Direction.LOAD) for way in Direction}
+        self._pieces: PieceCopy | None
+        try:
+            self._pieces = PieceCopy(context)
+        except DriverTooOldError:
+            self._pieces = None
         _fill(self._host)
         self._trial = DirectTrial(
             self._effort.trial,
@@ -249,12 +256,22 @@ class LinkBench:
         columns = min(_PITCH // width, max(1, wanted // (rows * width)), _MAX_COLUMNS)
         size = columns * rows * width
         work = functools.partial(self._copy_columns, way, width, rows, columns)
-        return _rate(size, self._seconds(size, work), columns * copy_seconds)
+        calls = columns if self._pieces is None else 1
+        return _rate(size, self._seconds(size, work), calls * copy_seconds)
 
     def _copy_columns(
         self, way: Direction, width: int, rows: int, columns: int, stream: Stream
     ) -> None:
         """`columns` times `width` bytes of the first `rows` pages."""
+        if self._pieces is not None:
+            at = np.arange(columns * rows, dtype=np.uint64)
+            pages, column_of = at % np.uint64(rows), at // np.uint64(rows)
+            host = pages * np.uint64(_PITCH) + column_of * np.uint64(width)
+            host += np.uint64(self._host.address)
+            device = at * np.uint64(width) + np.uint64(self._device.address)
+            targets, sources = (device, host) if way is Direction.LOAD else (host, device)
+            self._pieces.submit(stream, targets, sources, np.full_like(at, width))
+            return
         for column in range(columns):
             self._submit(
                 stream, way, width, rows, host=column * width, device=column * rows * width

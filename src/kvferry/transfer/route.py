@@ -63,6 +63,7 @@ def plan_route(
     profile: DeviceProfile,
     places: Mapping[int, Place] | None,
     capacity: int,
+    batched: bool = True,
     why_not_staged: str = "",
     mover: Mover | None = None,
 ) -> Route:
@@ -75,11 +76,12 @@ def plan_route(
     Args:
         spans: What moves of every page.
         num_pages: N.
-        num_runs: Each is one copy a band.
+        num_runs: How many runs.
         direction: LOAD or STORE.
         profile: What the device can do.
         places: Of every span on the host; None: it cannot be staged.
         capacity: Bytes of staging that one piece may take.
+        batched: All pages of a piece can be copied in one call; else each run is a call a band.
         why_not_staged: Where `places` is None.
         mover: Take this one; None: the faster.
 
@@ -105,7 +107,14 @@ def plan_route(
     fit = max(1, int(capacity / max(1, total / num_layers)))
     staged: dict[str, tuple[float, tuple[int, ...]]] = {}
     estimate = functools.partial(
-        _staged_seconds, spans, places, num_pages, num_runs, direction, profile, capacity
+        _staged_seconds,
+        spans,
+        places,
+        num_pages,
+        0 if batched else num_runs,
+        direction,
+        profile,
+        capacity,
     )
     # Fewest layers a step first, as those are ready earliest; steps that do not fit staging are cut
     # along their pages.
@@ -154,15 +163,15 @@ def _staged_seconds(
     # Filling the first staging buffer and emptying the last is not beside anything.
     seconds = 2 * profile.launch_seconds
     for group in _groups(spans, places, sizes, direction):
-        # A copy ends with its run or its piece.
-        num_copies = num_runs + num_pages * group.pitch // capacity
+        # A call ends with its run or its piece.
+        num_calls = num_runs + -(-num_pages * group.pitch // capacity)
         for band in group.bands:
             rate = (
                 profile.link[direction]
                 if band.width == band.place.pitch
                 else profile.copy_rate(direction, band.width)
             )
-            seconds += num_pages * band.width / (rate * 1e9) + num_copies * profile.copy_seconds
+            seconds += num_pages * band.width / (rate * 1e9) + num_calls * profile.copy_seconds
     return seconds
 
 

@@ -56,6 +56,9 @@ class Router:
             self._places, self._why_not = _places(host, self.capacity)
         if self._why_not and mover is Mover.STAGED:
             raise ConfigError(f"nothing can be staged here: {self._why_not}")
+        self.batched = True
+        """Whether all pages of a piece are copied in one call: the mover's to say."""
+
         self._routes: dict[tuple[object, ...], Route] = {}
 
     @property
@@ -79,6 +82,7 @@ class Router:
                 profile=self.profile,
                 places=None if self._why_not else self._places,
                 capacity=self.capacity,
+                batched=self.batched,
                 why_not_staged=self._why_not,
                 mover=self._mover,
             )
