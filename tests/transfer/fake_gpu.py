@@ -433,10 +433,10 @@ class FakeGpu:
         return int(status)
 
     def _cu_memcpy_batch_async(self, *given: Any) -> Status | None:
-        targets, sources, sizes, count, attributes, first, kinds, _, stream = given
+        targets, sources, lengths, count, attributes, first, kinds, _, stream = given
         assert (kinds, ctypes.c_size_t.from_address(first).value) == (1, 0)
         assert ctypes.c_int.from_address(attributes).value == 1, "sources in stream order"
-        arrays = [(ctypes.c_uint64 * count).from_address(at) for at in (targets, sources, sizes)]
+        arrays = [(ctypes.c_uint64 * count).from_address(at) for at in (targets, sources, lengths)]
         pieces = [tuple(map(int, piece)) for piece in zip(*arrays, strict=True)]
 
         def work() -> bool:
@@ -444,8 +444,8 @@ class FakeGpu:
                 if self._good("a copy of pieces", target, source):
                     ctypes.memmove(target, source, size)
             to_device = bool(pieces) and _lies_in(self.device_memory, pieces[0][0])
-            total = sum(size for *_, size in pieces)
-            self.time.spend(Work("rows", to_device, total, max((one[2] for one in pieces), default=0)))
+            sizes = [size for *_, size in pieces]
+            self.time.spend(Work("rows", to_device, sum(sizes), max(sizes, default=0)))
             return True
 
         return self._put(stream or CALLER, work)

@@ -16,6 +16,8 @@ from kvferry.kernels import CopyPath
 from kvferry.memory import HostPool, RegisteredHostPool, SlotOwner
 from kvferry.transfer import TransferPlan, gpu_carrier, in_flight, movers, span_tables
 from kvferry.transfer.gpu_carrier import GpuCarrier
+from kvferry.transfer.gpu_options import GpuOptions
+from kvferry.transfer.profile import BUILT_IN
 from kvferry.transfer.span_table import Carried
 
 _SHIFT = 64 << 40
@@ -99,9 +101,8 @@ def _submit(
     monkeypatch.setattr(span_tables, "SpanTable", table)
     loader = mock.MagicMock()
     loader.driver.context.return_value.is_capturing.return_value = False
-    carrier = GpuCarrier(
-        _on_gpu(), host, loader, verify=True, path=CopyPath(path), why_not_staged="a test"
-    )
+    chosen = GpuOptions(verify=True, path=CopyPath(path), why_not_staged="a test", profile=BUILT_IN)
+    carrier = GpuCarrier(_on_gpu(), host, loader, chosen)
     plan = TransferPlan.load(_GEOMETRY, host_slots=[7, 0], device_slots=np.arange(32))
     with pytest.raises(
         PlanError, match=r"2 pages in one transfer; kernels take 1 .* split the plan"

@@ -142,6 +142,17 @@ class Geometry:
         """Every span of a slot of `kind`, in the order of their bytes."""
         return self._spans[kind]
 
+    @functools.cached_property
+    def _moves(self) -> dict[SlotKind, tuple[Span, ...]]:
+        return {
+            kind: tuple(sorted(spans, key=lambda span: (span.model_layer, span.plane_index)))
+            for kind, spans in self._spans.items()
+        }
+
+    def spans_by_layer(self, kind: SlotKind = SlotKind.PAGE) -> tuple[Span, ...]:
+        """Every span of a slot of `kind`, by model layer, then plane; the same tuple each time."""
+        return self._moves[kind]
+
     def payload_bytes(self, kind: SlotKind = SlotKind.PAGE) -> int:
         """The bytes of KV in one slot of `kind`, padding not counted."""
         return sum(span.num_bytes for span in self.spans(kind))

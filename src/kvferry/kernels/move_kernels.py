@@ -50,17 +50,18 @@ def defines(kernel: str) -> dict[str, int]:
     }
 
 
-class _Move(ctypes.Structure):
-    _fields_ = (("transfer", TransferArgs),)
+class _None(ctypes.Structure):
+    """flat and finish take the transfer alone."""
+
+    _fields_ = ()
 
 
 class _Realign(ctypes.Structure):
-    _fields_ = (("transfer", TransferArgs), ("digest_only", ctypes.c_uint32))
+    _fields_ = (("digest_only", ctypes.c_uint32),)
 
 
 class _Grouped(ctypes.Structure):
     _fields_ = (
-        ("transfer", TransferArgs),
         ("threads", ctypes.c_uint32),
         ("package", ctypes.c_uint32),
         ("per_thread", ctypes.c_uint32),
@@ -114,7 +115,6 @@ class MoveKernels:
 
     def _launch(self, name: str, num_blocks: int, stream: Any) -> None:
         prepared = self._prepared(name)
-        prepared.parameters.transfer = self.transfer
         prepared.resize((max(1, min(num_blocks, _MAX_BLOCKS)), 1, 1))
         prepared.launch(stream)
 
@@ -126,9 +126,13 @@ class MoveKernels:
         threads = _FINISH_THREADS if name == "finish" else _MOVE_THREADS
         shared = threads // _WARP_THREADS * _TILE_ROOM_BYTES if name == "realign" else 0
         kinds = {CopyPath.REALIGN.value: _Realign, CopyPath.GROUPED.value: _Grouped}
-        parameters = kinds.get(name, _Move)()
         prepared = PreparedLaunch(
-            function, parameters, grid=(1, 1, 1), block=(threads, 1, 1), shared_bytes=shared
+            function,
+            kinds.get(name, _None)(),
+            grid=(1, 1, 1),
+            block=(threads, 1, 1),
+            shared_bytes=shared,
+            first=self.transfer,
         )
         self._launches[name] = prepared
         return prepared

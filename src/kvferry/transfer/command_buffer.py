@@ -82,6 +82,11 @@ def _pair(context: Context, num_bytes: int) -> tuple[DeviceBuffer, PinnedBuffer]
         raise
 
 
+def _bytes_of(buffer: PinnedBuffer) -> NDArray[np.uint8]:
+    memory = (ctypes.c_uint8 * buffer.num_bytes).from_address(buffer.address)
+    return np.ctypeslib.as_array(memory)
+
+
 class CommandBuffer:
     """Room for one transfer at a time. Grows to what the largest needs, and never shrinks."""
 
@@ -98,6 +103,7 @@ class CommandBuffer:
                 one.close()
             raise
         self._sums_are_zero = False
+        self._staged = _bytes_of(self._upload)
         self._on_device: list[tuple[int, DeviceRows]] = []
         self.row_tables: tuple[tuple[int, int], ...] = ()
         """Where each begins on the device, and the bytes of one page in it."""
@@ -160,12 +166,11 @@ class CommandBuffer:
         self.fault = base + fault
         self.bad_pages = self.fault + 8
         self.sums = self._sums.address
-        staged = self._upload.address
+        staged = self._staged
         for part, offset in zip(parts, offsets, strict=True):
-            whole = np.ascontiguousarray(part)
-            ctypes.memmove(staged + offset, whole.ctypes.data, whole.nbytes)
-        ctypes.c_uint64.from_address(staged + fault).value = NO_FAULT
-        ctypes.memset(staged + fault + 8, 0, plan.num_pages)
+            staged[offset : offset + part.nbytes].view(part.dtype)[:] = part.reshape(-1)
+        staged[fault : fault + 8].view(np.uint64)[0] = NO_FAULT
+        staged[fault + 8 : self._upload_bytes] = 0
 
     def _reserve(self, device_bytes: int, report_bytes: int, sums_bytes: int) -> int:
         # First the new, then away with the old: where there is no room for it, nothing changed.
@@ -174,6 +179,7 @@ class CommandBuffer:
             self._device.close()
             self._upload.close()
             self._device, self._upload = grown
+            self._staged = _bytes_of(self._upload)
         if self._report.num_bytes < report_bytes:
             report = PinnedBuffer(self._context, 1 << (report_bytes - 1).bit_length())
             self._report.close()

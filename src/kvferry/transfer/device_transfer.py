@@ -75,10 +75,9 @@ class DeviceTransfer(TransferHandle):
 
     def poll(self) -> None:
         """Look whether the GPU is done; if so take its report and give the buffers back."""
-        with self._lock:
-            if self._submitted and not self._over:
-                with self._context.beside_captures():
-                    self._settle()
+        if self._submitted and not self._over:
+            with self._context.beside_captures():
+                self._look()
 
     @property
     def error(self) -> TransferError | None:
@@ -140,15 +139,23 @@ class DeviceTransfer(TransferHandle):
 
     def wait(self, timeout: float = DEFAULT_TIMEOUT_SECS) -> None:
         deadline = time.monotonic() + timeout
-        while not self.done:
-            if time.monotonic() >= deadline:
-                raise TransferTimeoutError(
-                    f"{self.plan.direction.value} of {self.plan.num_pages} pages on path "
-                    f"{self._path} is not over after {timeout:g} s; it goes on: wait again, or "
-                    f"look at what its stream waits for"
-                )
-            os.sched_yield()
+        with self._context.beside_captures():
+            while not self._look():
+                if time.monotonic() >= deadline:
+                    raise TransferTimeoutError(
+                        f"{self.plan.direction.value} of {self.plan.num_pages} pages on path "
+                        f"{self._path} is not over after {timeout:g} s; it goes on: wait again, or "
+                        f"look at what its stream waits for"
+                    )
+                os.sched_yield()
         self._raise_error()
+
+    def _look(self) -> bool:
+        """Whether it is over; the context must be current."""
+        with self._lock:
+            if self._submitted and not self._over:
+                self._settle()
+        return self._over
 
     def _raise_error(self) -> None:
         if self._error is not None:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from kvferry.env import debug_checks
 from kvferry.errors import ConfigError, PlanError, TransferTimeoutError, ViewError
+from kvferry.kernels.jit import process_loader
 from kvferry.transfer.cpu_carrier import CpuCarrier
 from kvferry.transfer.gpu_carrier import GpuCarrier
+from kvferry.transfer.gpu_options import GpuOptions
 from kvferry.transfer.indices import DeviceRows, check_unique, run_length
 from kvferry.transfer.shared_rows import check_apart
 from kvferry.types import Direction
@@ -83,7 +85,7 @@ class TransferEngine:
         mover: On a GPU, ``direct`` or ``staged``; None: the faster for each plan.
         staging_bytes: On a GPU, device memory of each direction for what is staged, allocated with
             the engine; None: 64 MiB; 0: none, and nothing is staged.
-        profile: On a GPU, what it can do, for choosing a mover; None: the built-in one.
+        profile: On a GPU, what it can do, for choosing a mover; None: as calibrated, else built in.
 
     Raises:
         ViewError: The pools are of different geometries or overlap, or no path serves the device.
@@ -141,8 +143,7 @@ class TransferEngine:
                     f"num_threads={num_threads} is for pools in host memory, and this one is on "
                     f"{device.device}; give num_blocks, or leave it out"
                 )
-            self._carrier = GpuCarrier.open(
-                device,
+            options = GpuOptions.checked(
                 host,
                 verify=verify,
                 path=path,
@@ -152,6 +153,7 @@ class TransferEngine:
                 staging_bytes=staging_bytes,
                 profile=profile,
             )
+            self._carrier = GpuCarrier(device, host, process_loader(), options)
         else:
             raise ViewError(
                 f"no path serves device {device.device}; pass tensors on an NVIDIA GPU (cuda) or "

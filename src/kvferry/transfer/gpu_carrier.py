@@ -6,37 +6,24 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvferry.errors import (
-    ConfigError,
     DriverError,
     PinError,
     PlanError,
     TransferError,
     TransferFaultError,
 )
-from kvferry.kernels import (
-    NO_DIGEST,
-    UNROLLS,
-    CopyDecision,
-    CopyPath,
-    MoveKernels,
-)
-from kvferry.kernels.jit import Event, Stream, process_loader
+from kvferry.kernels import NO_DIGEST, CopyDecision, MoveKernels
+from kvferry.kernels.jit import Event, Stream
 from kvferry.transfer.captured_transfer import CapturedTransfer
 from kvferry.transfer.command_buffer import CommandBuffer, CommandBuffers, row_tables
 from kvferry.transfer.device_transfer import DeviceTransfer
 from kvferry.transfer.in_flight import InFlight
-from kvferry.transfer.movers import (
-    DEFAULT_STAGING_BYTES,
-    StagedMover,
-    Streams,
-    launch_direct,
-)
-from kvferry.transfer.paths import disabled_gpu_paths, staging_is_disabled
-from kvferry.transfer.profile import BUILT_IN
-from kvferry.transfer.router import Router, check_staging_bytes
+from kvferry.transfer.movers import StagedMover, Streams, launch_direct
+from kvferry.transfer.profile_store import load_profile
+from kvferry.transfer.router import Router
 from kvferry.transfer.span_launcher import SpanLauncher
 from kvferry.transfer.span_table import SpanTable
 from kvferry.transfer.span_tables import SpanTables
@@ -45,14 +32,21 @@ from kvferry.types import Direction, Mover
 if TYPE_CHECKING:
     from kvferry.geometry import PoolView
     from kvferry.kernels.jit import KernelLoader
+    from kvferry.transfer.gpu_options import GpuOptions
     from kvferry.transfer.host_pages import HostPages
     from kvferry.transfer.plan import TransferPlan
-    from kvferry.transfer.profile import DeviceProfile
     from kvferry.transfer.route import Route
 
 __all__ = ["GpuCarrier"]
 
 _parked: list[GpuCarrier] = []
+
+
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+_Kept = TypeVar("_Kept", bound=_Closes)
 
 
 class GpuCarrier:
@@ -67,60 +61,53 @@ class GpuCarrier:
         device: The pool, on one GPU.
         host: Page slots that can be pinned.
         loader: Where kernels come from.
-        verify: Make digests on store and check them on load.
-        blocks: Blocks of a launch; None: as measured.
-        path: Carry everything this way, or refuse; None: flat, where it cannot realign.
-        unroll: With grouped: how its threads share an element.
-        disabled: Paths not to use.
-        mover: Take this one; None: the faster for each plan.
-        staging_bytes: Device memory of each direction for what is staged; 0: none.
-        why_not_staged: A reason not to stage that has nothing to do with the pools, or nothing.
-        profile: What the device can do.
+        options: What was chosen.
+
+    Raises:
+        ConfigError: The staged mover is asked for, and cannot be.
+        DriverError, PinError: Memory cannot be had or pinned; nothing is left behind.
     """
 
     def __init__(
-        self,
-        device: PoolView,
-        host: HostPages,
-        loader: KernelLoader,
-        *,
-        verify: bool,
-        blocks: int | None = None,
-        path: CopyPath | None = None,
-        unroll: int | None = None,
-        disabled: frozenset[CopyPath] = frozenset(),
-        mover: Mover | None = None,
-        staging_bytes: int = DEFAULT_STAGING_BYTES,
-        why_not_staged: str = "",
-        profile: DeviceProfile = BUILT_IN,
+        self, device: PoolView, host: HostPages, loader: KernelLoader, options: GpuOptions
     ) -> None:
+        self._host = host
+        self._verify = verify = options.verify
+        self._gpu = _gpu_index(device.device)
+        self._context = context = loader.driver.context(self._gpu)
         self._router = Router(
             host,
-            profile,
-            staging_bytes=staging_bytes,
-            mover=mover,
-            why_not_staged=why_not_staged,
+            load_profile(context) if options.profile is None else options.profile,
+            staging_bytes=options.staging_bytes,
+            mover=options.mover,
+            why_not_staged=options.why_not_staged,
         )
-        self._host = host
-        self._verify = verify
-        self._gpu = _gpu_index(device.device)
-        self._context = loader.driver.context(self._gpu)
-        with self._context.current():
-            self._pinned = host.pin_for(self._context)
+        with context.current(), contextlib.ExitStack() as undo:
+
+            def kept(made: _Kept) -> _Kept:
+                undo.callback(made.close)
+                return made
+
+            self._pinned = host.pin_for(context)
             kernels = MoveKernels(loader, self._gpu)
-            self._streams = {direction: Streams.make(self._context) for direction in Direction}
-            self._setup = Stream(self._context)
-            self._ready = {direction: Event(self._context) for direction in Direction}
-        self._launcher = SpanLauncher(kernels, verify=verify, blocks=blocks)
-        self._staged: StagedMover | None = None
-        with self._context.current():
+            self._launcher = SpanLauncher(kernels, verify=verify, blocks=options.blocks)
+            self._streams = {way: Streams(*map(kept, Streams.make(context))) for way in Direction}
+            self._setup = kept(Stream(context))
+            self._ready = {way: kept(Event(context)) for way in Direction}
+            self._staged: StagedMover | None = None
             if self._router.can_stage:
-                self._staged = StagedMover(
-                    self._context, self._launcher, self._pinned, staging_bytes=staging_bytes
+                self._staged = kept(
+                    StagedMover(
+                        context,
+                        self._launcher,
+                        self._pinned,
+                        staging_bytes=options.staging_bytes,
+                    )
                 )
                 self._router.batched = self._staged.batched
-            self._commands = CommandBuffers(self._context)
-        self._in_flight = InFlight(self._context)
+            self._commands = kept(CommandBuffers(context))
+            undo.pop_all()
+        self._in_flight = InFlight(context)
         self._tables = SpanTables(
             device,
             host,
@@ -130,82 +117,13 @@ class GpuCarrier:
             load=self._launcher.load,
             in_use=lambda table: bool(self._captured) or self._in_flight.uses(table),
             verify=verify,
-            path=path,
-            unroll=unroll,
-            disabled=disabled,
+            path=options.path,
+            unroll=options.unroll,
+            disabled=options.disabled,
         )
         self._lost: list[DeviceTransfer] = []
         self._captured: list[CapturedTransfer] = []
         self._closed = False
-
-    @classmethod
-    def open(
-        cls,
-        device: PoolView,
-        host: HostPages,
-        *,
-        verify: bool,
-        path: str | None,
-        unroll: int | None,
-        num_blocks: int | None,
-        mover: str | None,
-        staging_bytes: int | None,
-        profile: DeviceProfile | None,
-    ) -> GpuCarrier:
-        """A mover with the driver, compiler and cache of this process.
-
-        Raises:
-            ConfigError: `path` or `mover` is none or is switched off, `num_blocks` is below 1, or
-                `staging_bytes` is too little for a page of one layer.
-            MissingDependencyError, NoDeviceError, DriverTooOldError, PinError: as they say.
-        """
-        if num_blocks is not None and not (isinstance(num_blocks, int) and num_blocks >= 1):
-            raise ConfigError(f"num_blocks={num_blocks}: give a whole number from 1, or None")
-        if unroll is not None and (unroll not in UNROLLS or path not in (None, "grouped")):
-            raise ConfigError(
-                f"unroll={unroll} with path={path!r}: it is one of "
-                f"{', '.join(map(str, UNROLLS))}, and goes with grouped alone"
-            )
-        disabled = disabled_gpu_paths()
-        names = [one.value for one in CopyPath if one not in disabled]
-        if not names:
-            raise ConfigError(
-                "every path for GPU pools is switched off; take one out of KVFERRY_DISABLE_PATHS"
-            )
-        if path is not None and path not in names:
-            raise ConfigError(
-                f"path {path!r} is not to be had for GPU pools; there are: {', '.join(names)}"
-            )
-        if mover is not None and mover not in list(Mover):
-            raise ConfigError(f"mover {mover!r} is none of {', '.join(Mover)}; or give None")
-        staged_off = staging_is_disabled()
-        if staging_bytes is None:
-            staging_bytes = DEFAULT_STAGING_BYTES
-        elif staging_bytes < 0 or isinstance(staging_bytes, bool):
-            raise ConfigError(f"staging_bytes={staging_bytes}: give bytes from 0, or None")
-        elif staging_bytes and mover is None and path is None and not staged_off:
-            check_staging_bytes(host, staging_bytes)
-        why_not = (
-            "switched off by KVFERRY_DISABLE_PATHS" if staged_off
-            else "staging_bytes is 0" if not staging_bytes
-            else "" if path is None or mover is not None
-            else f"path {path!r} is asked for, and mover is not"
-        )  # fmt: skip
-        loader = process_loader()
-        return cls(
-            device,
-            host,
-            loader,
-            verify=verify,
-            blocks=num_blocks,
-            path=None if path is None else CopyPath(path),
-            unroll=unroll,
-            disabled=disabled,
-            mover=None if mover is None else Mover(mover),
-            staging_bytes=staging_bytes,
-            why_not_staged=why_not,
-            profile=profile or BUILT_IN,
-        )
 
     @property
     def path(self) -> str:

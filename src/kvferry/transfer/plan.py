@@ -96,10 +96,17 @@ class TransferPlan:
         """The bytes of KV that move."""
         return self.num_pages * sum(span.num_bytes for span in self.spans)
 
-    @property
+    @functools.cached_property
     def model_layers(self) -> tuple[int, ...]:
         """The model layers that the plan touches, in the order they arrive."""
         return tuple(dict.fromkeys(span.model_layer for span in self.spans))
+
+    @functools.cached_property
+    def spans_key(self) -> tuple[object, ...]:
+        """What tells `spans` from others of this geometry."""
+        if self.spans is self.geometry.spans_by_layer(self.kind):
+            return (self.kind,)
+        return tuple(span.index for span in self.spans)
 
     @classmethod
     def load(cls, geometry: Geometry, **given: Any) -> TransferPlan:
@@ -199,6 +206,8 @@ def _select_spans(
     spans = geometry.spans(kind)
     if not spans:
         raise PlanError(f"this geometry keeps nothing in {kind.value} slots; use the other kind")
+    if planes is None and layers is None:
+        return geometry.spans_by_layer(kind)
     wanted_planes = {span.plane.name for span in spans}
     if planes is not None:
         asked = [planes] if isinstance(planes, str) else _listed("planes", planes)

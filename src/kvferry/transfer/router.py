@@ -69,7 +69,7 @@ class Router:
     def route(self, plan: TransferPlan) -> Route:
         """How `plan` is carried."""
         pages, runs = _power_down(plan.num_pages), _power_down(len(plan.host_runs))
-        key = (plan.direction, pages, runs, *(span.index for span in plan.spans))
+        key = (plan.direction, pages, runs, *plan.spans_key)
         found = self._routes.get(key)
         if found is None:
             if len(self._routes) >= _MAX_ROUTES:

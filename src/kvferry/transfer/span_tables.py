@@ -26,7 +26,7 @@ __all__ = ["SpanTables"]
 
 _MAX_TABLES = 64
 
-_Key = tuple[Mover, tuple[int, ...], tuple[tuple[int, int, int], ...]]
+_Key = tuple[Mover, tuple[int, ...], tuple[object, ...], tuple[tuple[str, int, int], ...]]
 
 
 class SpanTables:
@@ -112,10 +112,8 @@ class SpanTables:
             DriverError, JITError, MissingDependencyError: The table or a kernel cannot be had.
         """
         runs = {name: plan.device_run(name) for name in plan.device_rows}
-        spans = tuple(
-            (span.index, table_of[span.plane.name], runs[span.plane.name]) for span in plan.spans
-        )
-        key: _Key = (route.mover, route.sizes, spans)
+        planes = tuple((name, table_of[name], run) for name, run in runs.items())
+        key: _Key = (route.mover, route.sizes, plan.spans_key, planes)
         found = self._tables.get(key)
         if found is None:
             steps = [

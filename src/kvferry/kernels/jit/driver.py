@@ -6,11 +6,10 @@ Nothing here sets a context for good except `Context.make_current`, which says s
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import importlib.metadata
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from kvferry.errors import (
@@ -194,28 +193,13 @@ class Context:
     def _attribute(self, attribute: Any) -> int:
         return int(self.driver.call("cuDeviceGetAttribute", attribute, self._handle))
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> AbstractContextManager[None]:
         """Make this the calling thread's context for the block, and what it was before after it."""
-        self.driver.call("cuCtxPushCurrent", self._context)
-        try:
-            yield
-        except BaseException:
-            # The caller's error matters more than one of the pop.
-            self.driver.bindings.cuCtxPopCurrent()
-            raise
-        self.driver.call("cuCtxPopCurrent")
+        return _Current(self.driver, self._context)
 
-    @contextlib.contextmanager
-    def beside_captures(self) -> Iterator[None]:
+    def beside_captures(self) -> AbstractContextManager[None]:
         """As `current`, for calls that would spoil the capture of a graph elsewhere."""
-        relaxed = self.driver.bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        with self.current():
-            usual = self.driver.call("cuThreadExchangeStreamCaptureMode", relaxed)
-            try:
-                yield
-            finally:
-                self.driver.bindings.cuThreadExchangeStreamCaptureMode(usual)
+        return _BesideCaptures(self.driver, self._context)
 
     def is_capturing(self, stream: Any) -> bool:
         """Whether `stream` (its handle) records a graph just now, instead of working."""
@@ -253,6 +237,48 @@ class Context:
             self.driver._contexts.pop(self.device, None)
             self._context = None
             self.driver.call("cuDevicePrimaryCtxRelease", self._handle)
+
+
+# Classes and not generators, as each transfer enters one several times.
+class _Current:
+    """`Context.current`."""
+
+    __slots__ = ("_context", "_driver")
+
+    def __init__(self, driver: Driver, context: Any) -> None:
+        self._driver = driver
+        self._context = context
+
+    def __enter__(self) -> None:
+        pushed = self._driver.bindings.cuCtxPushCurrent(self._context)
+        self._driver.check(pushed, "carry out cuCtxPushCurrent")
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        popped = self._driver.bindings.cuCtxPopCurrent()
+        # The caller's error matters more than one of the pop.
+        if kind is None:
+            self._driver.check(popped, "carry out cuCtxPopCurrent")
+
+
+class _BesideCaptures(_Current):
+    """`Context.beside_captures`."""
+
+    __slots__ = ("_usual",)
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        bindings = self._driver.bindings
+        relaxed = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        status, self._usual = bindings.cuThreadExchangeStreamCaptureMode(relaxed)
+        if status:
+            bindings.cuCtxPopCurrent()
+            raise self._driver.error(
+                status, "the CUDA driver could not carry out cuThreadExchangeStreamCaptureMode"
+            )
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._driver.bindings.cuThreadExchangeStreamCaptureMode(self._usual)
+        super().__exit__(kind, *rest)
 
 
 class Module:

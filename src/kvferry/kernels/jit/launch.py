@@ -37,6 +37,7 @@ class PreparedLaunch:
         "_handle",
         "_shared_bytes",
         "_success",
+        "first",
         "function",
         "parameters",
     )
@@ -49,6 +50,7 @@ class PreparedLaunch:
         grid: _Dim3,
         block: _Dim3,
         shared_bytes: int = 0,
+        first: ctypes.Structure | None = None,
     ) -> None:
         """Lay out a launch.
 
@@ -59,6 +61,8 @@ class PreparedLaunch:
             grid: blocks in x, y and z.
             block: threads of a block in x, y and z.
             shared_bytes: dynamic shared memory a block.
+            first: the kernel's first parameter, before those of `parameters`, where several
+                kernels share one that is large.
 
         Raises:
             LaunchError: a grid, block or amount of shared memory that the kernel cannot have.
@@ -90,7 +94,10 @@ class PreparedLaunch:
         names = [field[0] for field in parameters._fields_]
         offsets = [getattr(type(parameters), name).offset for name in names]
         # The array is reached through its address alone, so it must be kept here.
-        self._array = (ctypes.c_void_p * len(offsets))(*(base + offset for offset in offsets))
+        self.first = first
+        addresses = [] if first is None else [ctypes.addressof(first)]
+        addresses += [base + offset for offset in offsets]
+        self._array = (ctypes.c_void_p * len(addresses))(*addresses)
         self._addresses = ctypes.addressof(self._array)
 
     @property
@@ -100,7 +107,8 @@ class PreparedLaunch:
 
     def resize(self, grid: _Dim3) -> None:
         """Take another grid from the next launch on; LaunchError for one that cannot be."""
-        if any(not 1 <= size <= limit for size, limit in zip(grid, _MAX_GRID, strict=True)):
+        x, y, z = grid
+        if not (1 <= x <= _MAX_GRID[0] and 1 <= y <= _MAX_GRID[1] and 1 <= z <= _MAX_GRID[2]):
             raise LaunchError(
                 f"kernel {self.function.name}: a grid of {_text(grid)} blocks; each is 1 to "
                 f"{_text(_MAX_GRID)}. For nothing to do, do not launch"

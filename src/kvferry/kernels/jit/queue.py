@@ -100,11 +100,17 @@ class Event:
 
     def record(self, stream: Any) -> None:
         """Take what is in `stream` (its handle) so far."""
-        self._driver.check(self._record(self.handle, stream), "record an event")
+        (status,) = self._record(self.handle, stream)
+        if status:
+            raise self._driver.error(status, "the CUDA driver could not record an event")
 
     def block(self, stream: Any) -> None:
         """Let `stream` (its handle) go on only when this is reached."""
-        self._driver.check(self._block(stream, self.handle, 0), "wait for an event in a stream")
+        (status,) = self._block(stream, self.handle, 0)
+        if status:
+            raise self._driver.error(
+                status, "the CUDA driver could not wait for an event in a stream"
+            )
 
     @property
     def reached(self) -> bool:
