@@ -60,7 +60,7 @@ _BatchCall = ctypes.CFUNCTYPE(
     ctypes.c_int,
     *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
     *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
-    *(ctypes.c_void_p, ctypes.c_void_p),
+    ctypes.c_void_p,
 )
 
 # One entry of a stream: whether it is over. One that is not is tried again later.
@@ -423,7 +423,7 @@ class FakeGpu:
     _cu_memcpy2dasync = _copy_rows
 
     def _cu_get_proc_address(self, name: bytes, version: int, _: int) -> tuple[int, int]:
-        assert (name, version) == (b"cuMemcpyBatchAsync", 12080)
+        assert (name, version) == (b"cuMemcpyBatchAsync", 13000)
         entry = ctypes.cast(self._batch_entry, ctypes.c_void_p).value if self.batches else 0
         return entry or 0, 0
 
@@ -433,7 +433,7 @@ class FakeGpu:
         return int(status)
 
     def _cu_memcpy_batch_async(self, *given: Any) -> Status | None:
-        targets, sources, lengths, count, attributes, first, kinds, _, stream = given
+        targets, sources, lengths, count, attributes, first, kinds, stream = given
         assert (kinds, ctypes.c_size_t.from_address(first).value) == (1, 0)
         assert ctypes.c_int.from_address(attributes).value == 1, "sources in stream order"
         arrays = [(ctypes.c_uint64 * count).from_address(at) for at in (targets, sources, lengths)]

@@ -31,7 +31,7 @@ SMALL = Effort(
 )
 
 NAMES = (
-    "link.load", "link.store", "copy_seconds", "widths.load", "widths.store", "direct.load",
+    "link.load", "link.store", "copy_seconds", "piece_seconds", "widths.load", "widths.store", "direct.load",
     "direct.store", "launch_seconds",
 )  # fmt: skip
 
@@ -64,6 +64,7 @@ def cost(work: Work) -> float:
 @pytest.fixture
 def context(gpu: FakeGpu) -> Context:
     """Of the fake GPU."""
+    gpu.batches = True
     gpu.time.cost = cost
     return Driver(gpu, "13.0.0").context(0)
 
@@ -276,3 +277,11 @@ def test_the_bytes_are_bounded() -> None:
         + figures * FULL.delay_bytes
     )
     assert most < 2 * 12e9
+
+
+def test_a_driver_without_copies_of_many_pieces(gpu: FakeGpu, context: Context) -> None:
+    """What a piece costs is the built-in figure, for nobody asks there."""
+    gpu.batches = False
+    assert calibrate(context, effort=SMALL).piece_seconds == BUILT_IN.piece_seconds
+    gpu.batches = True
+    assert calibrate(context, effort=SMALL).piece_seconds != BUILT_IN.piece_seconds

@@ -74,6 +74,7 @@ def _figures(bench: LinkBench, found: dict[str, Any]) -> Iterator[tuple[str, Cal
     for way in Direction:
         yield f"link.{way}", functools.partial(bench.link, way)
     yield "copy_seconds", bench.copy_seconds
+    yield "piece_seconds", bench.piece_seconds
     cost = found.get("copy_seconds", BUILT_IN.copy_seconds)
     for way in Direction:
         yield f"widths.{way}", functools.partial(bench.widths, way, cost)
@@ -95,6 +96,7 @@ def _profile(found: dict[str, Any], missed: tuple[str, ...]) -> DeviceProfile:
         link={way: found.get(f"link.{way}", BUILT_IN.link[way]) for way in Direction},
         widths={way: found.get(f"widths.{way}", BUILT_IN.widths[way]) for way in Direction},
         copy_seconds=found.get("copy_seconds", BUILT_IN.copy_seconds),
+        piece_seconds=found.get("piece_seconds", BUILT_IN.piece_seconds),
         launch_seconds=launch_seconds,
         direct=rates,
         direct_blocks=quotas,

@@ -6,6 +6,8 @@ import ctypes
 import dataclasses
 import functools
 import os
+import statistics
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +18,7 @@ from kvferry.kernels import MoveKernels
 from kvferry.kernels.jit import DeviceBuffer, PieceCopy, PinnedBuffer, RowCopy, process_loader
 from kvferry.transfer.direct_trial import DirectTrial, TrialSize
 from kvferry.transfer.gpu_clock import GpuClock
+from kvferry.transfer.profile import BUILT_IN
 from kvferry.types import Direction
 
 if TYPE_CHECKING:
@@ -238,6 +241,25 @@ class LinkBench:
             found.append(max(0.0, parts - whole) / (calls - 1))
         return sum(found) / len(found)
 
+    def piece_seconds(self) -> float:
+        """What a piece of one call costs the CPU; the built-in figure where the driver has no such
+        call, as then it counts for nothing."""
+        if self._pieces is None:
+            return BUILT_IN.piece_seconds
+        width = WIDTHS[-1]
+        at = np.arange(self._num_rows(width) // _MAX_COLUMNS, dtype=np.uint64)
+        host = at * np.uint64(_PITCH) + np.uint64(self._host.address)
+        device = at * np.uint64(width) + np.uint64(self._device.address)
+        sizes = np.full_like(at, width)
+        spent = []
+        for _ in range(1 + self._effort.repeats):
+            begin = time.perf_counter()
+            self._pieces.submit(self._clock.stream, device, host, sizes)
+            spent.append(time.perf_counter() - begin)
+            self._clock.settle()
+        self.moved += len(spent) * len(at) * width
+        return statistics.median(spent[1:]) / len(at)
+
     def _copy_pages(
         self, way: Direction, width: int, rows: int, calls: int, stream: Stream
     ) -> None:
@@ -256,22 +278,12 @@ class LinkBench:
         columns = min(_PITCH // width, max(1, wanted // (rows * width)), _MAX_COLUMNS)
         size = columns * rows * width
         work = functools.partial(self._copy_columns, way, width, rows, columns)
-        calls = columns if self._pieces is None else 1
-        return _rate(size, self._seconds(size, work), calls * copy_seconds)
+        return _rate(size, self._seconds(size, work), columns * copy_seconds)
 
     def _copy_columns(
         self, way: Direction, width: int, rows: int, columns: int, stream: Stream
     ) -> None:
         """`columns` times `width` bytes of the first `rows` pages."""
-        if self._pieces is not None:
-            at = np.arange(columns * rows, dtype=np.uint64)
-            pages, column_of = at % np.uint64(rows), at // np.uint64(rows)
-            host = pages * np.uint64(_PITCH) + column_of * np.uint64(width)
-            host += np.uint64(self._host.address)
-            device = at * np.uint64(width) + np.uint64(self._device.address)
-            targets, sources = (device, host) if way is Direction.LOAD else (host, device)
-            self._pieces.submit(stream, targets, sources, np.full_like(at, width))
-            return
         for column in range(columns):
             self._submit(
                 stream, way, width, rows, host=column * width, device=column * rows * width

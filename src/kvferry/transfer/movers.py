@@ -146,7 +146,7 @@ class StagedMover:
         streams.aside.wait_for(begun)
         launch, copy, blocks = self._launcher.launch_staged, self._copies.submit, self._blocks
         self._launcher.begin(plan, table, commands)
-        laid_out: Event | None = None  # where the piece before was
+        laid_out: list[Event] = []  # where the last two pieces are: one in each lane
         for number, piece in enumerate(
             pieces_of(
                 route.groups,
@@ -172,13 +172,14 @@ class StagedMover:
                 copy(plan, piece, group, room.address, copies)
             room.emptied.record(takes.handle)
             if piece.ends_group:
-                if piece.first_page and laid_out is not None:
-                    lane.wait_for(laid_out)
+                # Of this group, or of the layers before it: bytes are there layer after layer.
+                for before in laid_out[-1:]:
+                    lane.wait_for(before)
                 reached(step.layers, lane)
-            laid_out = room.emptied if is_load else room.filled
-        if laid_out is not None:
-            streams.kernels.wait_for(laid_out)
-        else:  # there are no pages
+            laid_out = [*laid_out[-1:], room.emptied if is_load else room.filled]
+        for last in laid_out:
+            streams.kernels.wait_for(last)
+        if not laid_out:  # there are no pages
             for step in table.steps:
                 reached(step.layers, streams.kernels)
 

@@ -49,6 +49,9 @@ class DeviceProfile:
     copy_seconds: float
     """What one further copy call costs the GPU, beyond its bytes."""
 
+    piece_seconds: float
+    """What one further piece of a copy of many costs the CPU."""
+
     launch_seconds: float
     """What one further launch costs the GPU: filling the link, and draining it."""
 
@@ -73,7 +76,7 @@ class DeviceProfile:
         )
         for name, check in checks:
             object.__setattr__(self, name, _both_ways(name, getattr(self, name), check))
-        for name in ("copy_seconds", "launch_seconds"):
+        for name in ("copy_seconds", "piece_seconds", "launch_seconds"):
             value = _number(name, getattr(self, name))
             if not 0 <= value < 1:
                 raise _bad(name, value, "it is seconds, from 0 to below 1")
@@ -112,6 +115,7 @@ class DeviceProfile:
                 way.value: [list(point) for point in curve] for way, curve in self.widths.items()
             },
             "copy_seconds": self.copy_seconds,
+            "piece_seconds": self.piece_seconds,
             "launch_seconds": self.launch_seconds,
             "direct": {way.value: rate for way, rate in self.direct.items()},
             "direct_blocks": {way.value: quota for way, quota in self.direct_blocks.items()},
@@ -202,15 +206,16 @@ BUILT_IN = DeviceProfile(
     link={Direction.LOAD: 55.5, Direction.STORE: 55.4},
     widths={
         Direction.LOAD: (
-            (656, 8.0), (4_224, 33.0), (8_448, 48.0), (10_496, 50.5), (41_984, 54.1),
-            (131_072, 55.0),
+            (656, 27.2), (1_312, 31.4), (2_624, 37.5), (5_248, 39.3), (8_192, 48.4), (10_496, 51.6),
+            (13_120, 54.0), (20_992, 54.6), (41_984, 54.9),
         ),
         Direction.STORE: (
-            (656, 8.0), (4_224, 33.3), (8_448, 25.6), (10_496, 31.9), (20_992, 53.4),
-            (41_984, 54.6), (131_072, 54.8),
+            (656, 24.8), (1_312, 29.3), (2_624, 32.7), (5_248, 38.7), (8_192, 47.5), (9_216, 28.0),
+            (10_496, 31.7), (13_120, 52.5), (20_992, 54.5), (41_984, 54.9),
         ),
     },
     copy_seconds=3e-6,
+    piece_seconds=0.5e-6,
     launch_seconds=10e-6,
     direct={Direction.LOAD: 50.5, Direction.STORE: 51.0},
     direct_blocks={Direction.LOAD: 24, Direction.STORE: 32},

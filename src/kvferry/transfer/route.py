@@ -24,6 +24,8 @@ __all__ = ["Route", "plan_route"]
 # The first group is this many times what the link carries while a kernel starts: small enough to
 # be ready early, large enough that starting is not most of it.
 _FIRST_GROUP_LAUNCHES = 4
+# What a second of the CPU counts, that the transfer does not wait for.
+_CPU_WEIGHT = 0.1
 # A way that is slower by less than this is taken for other reasons.
 _CLOSE = 1.01
 
@@ -111,7 +113,8 @@ def plan_route(
         spans,
         places,
         num_pages,
-        0 if batched else num_runs,
+        num_runs,
+        batched,
         direction,
         profile,
         capacity,
@@ -155,6 +158,7 @@ def _staged_seconds(
     places: Mapping[int, Place],
     num_pages: int,
     num_runs: int,
+    batched: bool,
     direction: Direction,
     profile: DeviceProfile,
     capacity: int,
@@ -163,15 +167,20 @@ def _staged_seconds(
     # Filling the first staging buffer and emptying the last is not beside anything.
     seconds = 2 * profile.launch_seconds
     for group in _groups(spans, places, sizes, direction):
-        # A call ends with its run or its piece.
-        num_calls = num_runs + -(-num_pages * group.pitch // capacity)
+        copying = 0.0
         for band in group.bands:
             rate = (
                 profile.link[direction]
                 if band.width == band.place.pitch
                 else profile.copy_rate(direction, band.width)
             )
-            seconds += num_pages * band.width / (rate * 1e9) + num_calls * profile.copy_seconds
+            copying += num_pages * band.width / (rate * 1e9)
+        num_pieces = -(-num_pages * group.pitch // capacity)
+        by_runs = (num_runs + num_pieces - 1) * len(group.bands) * profile.copy_seconds
+        # The CPU is beside the copies, unless it is slower. It has other things to do, too.
+        cpu = num_pages * len(group.bands) * profile.piece_seconds
+        by_pages = num_pieces * profile.copy_seconds + max(0.0, cpu - copying) + _CPU_WEIGHT * cpu
+        seconds += copying + (min(by_runs, by_pages) if batched else by_runs)
     return seconds
 
 

@@ -17,18 +17,19 @@ if TYPE_CHECKING:
 
 __all__ = ["PieceCopy"]
 
-# The first version that has the function; its arguments are those of this version in later ones.
-_VERSION = 12080
 _NAME = "cuMemcpyBatchAsync"
+# The versions at which its arguments changed. That of 12.8 also says which piece failed, and costs
+# several times as much for each.
+_FIRST, _WITHOUT_FAILED = 12080, 13000
 
 # Destinations, sources, sizes, their number, attributes, the piece that each of those begins with,
-# their number, the piece that failed, stream.
-_Call = ctypes.CFUNCTYPE(
-    ctypes.c_int,
+# their number, [the piece that failed,] stream.
+_TOLD = (
     *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
     *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
-    *(ctypes.c_void_p, ctypes.c_void_p),
 )
+_Call = ctypes.CFUNCTYPE(ctypes.c_int, *_TOLD, ctypes.c_void_p)
+_CallOf12 = ctypes.CFUNCTYPE(ctypes.c_int, *_TOLD, ctypes.c_void_p, ctypes.c_void_p)
 
 
 class _Attributes(ctypes.Structure):
@@ -54,21 +55,23 @@ class PieceCopy:
     def __init__(self, context: Context) -> None:
         self._driver = context.driver
         version = self._driver.version[0] * 1000 + self._driver.version[1] * 10
-        if version < _VERSION:
+        if version < _FIRST:
             raise DriverTooOldError(
                 f"this driver is of CUDA {self._driver.version[0]}.{self._driver.version[1]}, and "
                 f"{_NAME} is there from 12.8 on; update the driver"
             )
-        address, _ = self._driver.call("cuGetProcAddress", _NAME.encode(), _VERSION, 0)
+        wanted = _FIRST if version < _WITHOUT_FAILED else _WITHOUT_FAILED
+        address, _ = self._driver.call("cuGetProcAddress", _NAME.encode(), wanted, 0)
         if not address:
             raise DriverTooOldError(f"this driver has no {_NAME}; update it")
-        self._call = _Call(int(address))
+        self._call = (_CallOf12 if wanted == _FIRST else _Call)(int(address))
         self._attributes = _Attributes(source_order=1)
         self._first = ctypes.c_size_t(0)
         self._failed = ctypes.c_size_t(0)
-        self._told = tuple(
+        attributes, first, failed = (
             ctypes.addressof(one) for one in (self._attributes, self._first, self._failed)
         )
+        self._told = (attributes, first, 1, *((failed,) if wanted == _FIRST else ()))
 
     def submit(
         self,
@@ -82,10 +85,9 @@ class PieceCopy:
         Raises:
             DriverError: The driver refused, or earlier work has failed.
         """
-        attributes, first, failed = self._told
         status = self._call(
             *(targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes)),
-            *(attributes, first, 1, failed, int(stream.handle)),
+            *(*self._told, int(stream.handle)),
         )
         if status:
             code = self._driver.bindings.CUresult(status)
