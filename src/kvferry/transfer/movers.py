@@ -159,7 +159,7 @@ class StagedMover:
             group, step = route.groups[piece.group], table.steps[piece.group]
             lane = lanes[number % 2]
             brings, takes = (copies, lane) if is_load else (lane, copies)
-            room = ring.take(piece.num_pages * group.pitch, brings)
+            room = ring.take(piece.num_pages * group.pitch, (copies,) if is_load else lanes)
             if is_load:
                 copy(plan, piece, group, room.address, copies)
             else:

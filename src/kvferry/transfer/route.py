@@ -90,6 +90,8 @@ def plan_route(
     Raises:
         PlanError: `mover` is STAGED, and it cannot be.
     """
+    # Nothing is carried like one page: the steps are those of the next plan.
+    num_pages, num_runs = max(1, num_pages), max(1, num_runs)
     layer_bytes: dict[int, int] = {}
     for span in spans:
         layer_bytes[span.model_layer] = layer_bytes.get(span.model_layer, 0) + span.num_bytes

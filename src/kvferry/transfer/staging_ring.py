@@ -9,6 +9,8 @@ from kvferry.errors import DriverError
 from kvferry.kernels.jit import DeviceBuffer, Event
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvferry.kernels.jit import Context, Stream
 
 __all__ = ["StagingRing", "StagingRoom"]
@@ -56,10 +58,11 @@ class StagingRing:
         """All of it."""
         return self._memory.num_bytes
 
-    def take(self, num_bytes: int, stream: Stream) -> StagingRoom:
-        """Room for `num_bytes`, at most `num_bytes` of the ring, which `stream` may write.
+    def take(self, num_bytes: int, streams: Sequence[Stream]) -> StagingRoom:
+        """Room for `num_bytes`, at most those of the ring.
 
-        `stream` waits on the GPU until the rooms that lay there are empty.
+        `streams` are all that may ever write to the ring, as a room is forgotten once it is in
+        the way: they wait on the GPU until what lay there is empty.
         """
         begin, limit = self._next, self._memory.address + self._memory.num_bytes
         if begin + num_bytes > limit:
@@ -69,7 +72,8 @@ class StagingRing:
         while self._live and self._in_the_way(self._live[0], begin, end):
             before = self._live.popleft()
             self._spare += (before.filled, before.emptied)
-            stream.wait_for(before.emptied)
+            for stream in streams:
+                stream.wait_for(before.emptied)
         while len(self._spare) < 2:
             self._spare.append(Event(self._context))
         room = StagingRoom(begin, end, filled=self._spare.pop(), emptied=self._spare.pop())
