@@ -85,6 +85,8 @@ _THROUGHPUT = {
 }
 _SANITIZERS = (("memcheck", 30), ("racecheck", 12), ("initcheck", 20))
 _SANITIZER_SECS = 45
+# Steps that take minutes: only where they are asked for.
+_SOAKS = frozenset({"long_contexts"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +124,7 @@ def main() -> int:
     )
     parser.add_argument("--only", help="run these steps, separated by commas; sanitizer: all tools")
     parser.add_argument("--skip", default="", help="leave out these steps, separated by commas")
+    parser.add_argument("--soak", action="store_true", help=f"also {', '.join(sorted(_SOAKS))}")
     parser.add_argument("--quick", action="store_true", help="fewer element sizes in the self-test")
     parser.add_argument(
         "--results",
@@ -130,7 +133,7 @@ def main() -> int:
         help="folder for the JSON file",
     )
     args = parser.parse_args()
-    wanted = _chosen(parser, known, args.only, args.skip)
+    wanted = _chosen(parser, known, args.only, args.skip) | (_SOAKS if args.soak else set())
     machine = _machine()
     if isinstance(machine, str):
         print(f"gpu: {machine}", file=sys.stderr)
@@ -175,6 +178,8 @@ def _steps(*, quick: bool) -> Iterator[_Step]:
     yield _Step("doctor", (python, "-m", "kvferry", "doctor", "--json"), 90, prints_json=True)
     for name, arguments in _THROUGHPUT.items():
         yield _Step(name, _benchmark(python, "throughput", arguments), 180)
+    yield _Step("beside", _benchmark(python, "beside"), 150)
+    yield _Step("latency", _benchmark(python, "latency"), 120)
     yield _Step("jit", (python, "benchmarks/jit.py", "--json", "{json}"), 60)
     tool = _sanitizer()
     for name, cases in _SANITIZERS:
@@ -190,6 +195,7 @@ def _steps(*, quick: bool) -> Iterator[_Step]:
             else "compute-sanitizer is neither on PATH nor in CUDA's folders; "
             "it comes with the CUDA toolkit",
         )
+    yield _Step("long_contexts", _benchmark(python, "long_contexts", "--seconds 300"), 580)
 
 
 def _benchmark(python: str, script: str, arguments: str = "") -> tuple[str, ...]:
@@ -215,7 +221,7 @@ def _chosen(
             found |= groups.get(name, {name})
         return found
 
-    return (set(known) if only is None else named(only)) - named(skip)
+    return (set(known) - _SOAKS if only is None else named(only)) - named(skip)
 
 
 def _run(step: _Step) -> _Outcome:

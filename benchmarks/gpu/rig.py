@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from kvferry import Geometry, HostPool, RegisteredHostPool, TransferHandle, TransferPlan
+    from kvferry import (
+        Geometry,
+        HostPool,
+        RegisteredHostPool,
+        TransferEngine,
+        TransferHandle,
+        TransferPlan,
+    )
 
 PAGE_SIZE = 64
 DEVICE = "cuda:0"
@@ -230,6 +237,46 @@ def plans(
         "page_keys": [b"%d" % page for page in host_slots],
     }
     return TransferPlan.store(geometry, **given), TransferPlan.load(geometry, **given)
+
+
+def engine(pools: Pools, tensor: torch.Tensor, **options: Any) -> TransferEngine:
+    """An engine between `tensor`, one of the two of `pools`, and their host pool."""
+    from kvferry import PoolView, TransferEngine
+
+    view = PoolView.from_tensors(pools.geometry, {"latent": tensor})
+    return TransferEngine(view, pools.host, **options)
+
+
+def carry(engine: TransferEngine, plan: TransferPlan) -> TransferHandle:
+    """Submit `plan`, and let the caller's current stream wait until all its bytes are there."""
+    from kvferry import Direction
+
+    handle = engine.load(plan) if plan.direction is Direction.LOAD else engine.store(plan)
+    handle.wait_all()
+    return handle
+
+
+def check_round_trip(
+    pools: Pools,
+    writer: TransferEngine,
+    reader: TransferEngine,
+    plans: tuple[TransferPlan, TransferPlan],
+) -> tuple[TransferHandle, TransferHandle]:
+    """Store all of `source` and load it into `target`, which is poisoned before; compare bytes.
+
+    No figure is worth printing where they differ.
+    """
+    import torch
+
+    pools.target.fill_(POISON)
+    stored = carry(writer, plans[0])
+    stored.wait()
+    loaded = carry(reader, plans[1])
+    loaded.wait()
+    torch.cuda.synchronize()
+    assert torch.equal(pools.source, pools.target), "bytes differ after a round trip"
+    assert not loaded.verified or loaded.verified_pages == pools.num_pages, loaded.bad_pages
+    return stored, loaded
 
 
 # -------------------------------------------------------------------------------------- the clock

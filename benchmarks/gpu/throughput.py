@@ -25,10 +25,9 @@ import numpy as np
 import rig
 
 if TYPE_CHECKING:
-    import torch
     from numpy.typing import NDArray
 
-    from kvferry import TransferEngine, TransferHandle, TransferPlan
+    from kvferry import TransferPlan
 
 _MOVERS = ("best", "direct", "staged")
 # More pieces than that tell nothing new, and the CPU takes long to hand them over.
@@ -156,33 +155,21 @@ def _transfer(
     blocks: int,
 ) -> dict[str, Any]:
     """One cell, both ways."""
-    import torch
-
-    from kvferry import PoolView, TransferEngine
-
-    def engine(tensor: torch.Tensor) -> TransferEngine:
-        return TransferEngine(
-            PoolView.from_tensors(pools.geometry, {"latent": tensor}),
-            pools.host,
-            verify=not args.no_digests,
-            path=None if path == "best" else path,
-            mover=None if mover == "best" else mover,
-            staging_bytes=args.staging_mib << 20,
-            num_blocks=blocks or None,
-        )
-
-    pools.target.fill_(rig.POISON)
-    with engine(pools.source) as writer, engine(pools.target) as reader:
-        stored = writer.store(plans[0])
-        stored.wait()
-        loaded = reader.load(plans[1])
-        loaded.wait()
-        torch.cuda.synchronize()
-        assert torch.equal(pools.source, pools.target), "bytes differ; no figure is worth printing"
-        assert args.no_digests or loaded.verified_pages == pools.num_pages, loaded.bad_pages
+    options = {
+        "verify": not args.no_digests,
+        "path": None if path == "best" else path,
+        "mover": None if mover == "best" else mover,
+        "staging_bytes": args.staging_mib << 20,
+        "num_blocks": blocks or None,
+    }
+    with (
+        rig.engine(pools, pools.source, **options) as writer,
+        rig.engine(pools, pools.target, **options) as reader,
+    ):
+        stored, loaded = rig.check_round_trip(pools, writer, reader, plans)
         routes = [one.route(plan) for one, plan in ((writer, plans[0]), (reader, plans[1]))]
-        d2h = rig.gpu_timing(partial(_carried, writer, plans[0]), args.repeats)
-        h2d = rig.gpu_timing(partial(_carried, reader, plans[1]), args.repeats)
+        d2h = rig.gpu_timing(partial(rig.carry, writer, plans[0]), args.repeats)
+        h2d = rig.gpu_timing(partial(rig.carry, reader, plans[1]), args.repeats)
     assert routes[0] is not None
     assert routes[1] is not None
     return {
@@ -195,14 +182,6 @@ def _transfer(
         "h2d": rig.gb_per_sec(pools.num_bytes, h2d.seconds),
         "d2h": rig.gb_per_sec(pools.num_bytes, d2h.seconds),
     }
-
-
-def _carried(engine: TransferEngine, plan: TransferPlan) -> TransferHandle:
-    from kvferry import Direction
-
-    handle = engine.load(plan) if plan.direction is Direction.LOAD else engine.store(plan)
-    handle.wait_all()
-    return handle
 
 
 def _torch(pools: rig.Pools, slots: NDArray[np.int64], repeats: int) -> dict[str, float]:
