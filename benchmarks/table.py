@@ -176,7 +176,8 @@ def _latency(result: Mapping[str, Any]) -> Iterator[str]:
             f"step: {', '.join(map(str, row['layers_per_step']))}"
         ),
         "submit": lambda row: (
-            f"host runs: {row['num_runs']}, copy calls: {row['copies']}, steps: {row['steps']}"
+            f"host runs: {row['num_runs']}, copy calls: {row['copies']}, pieces of them: "
+            f"{row['pieces']}, steps: {row['steps']}"
         ),
         "digests": lambda row: (
             f"{row['direction'].upper()}: {row['on']:.1f} GB/s with, {row['off']:.1f} without: "

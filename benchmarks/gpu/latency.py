@@ -67,7 +67,7 @@ def arguments() -> argparse.ArgumentParser:
         "--host-run",
         type=int,
         nargs="+",
-        default=[192, 96, 48, 24, 12, 8, 4, 2],
+        default=[192, 96, 64, 48, 24, 8, 4, 1],
         help="pages in neighbouring host slots, for the cost of a further copy",
     )
     add("--repeats", type=int, default=40)
@@ -75,17 +75,19 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def further_copy_us(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """What each copy call adds to a submit, from loads in as many steps but with more copies.
+    """What each copy call adds to a submit, from loads in as many steps but with more calls.
 
-    None where no two loads are alike in that.
+    Where many pages are pieces of one call there are no further calls, so those loads do not
+    count. None where no two loads are alike.
     """
-    slopes = []
-    for steps in {row["steps"] for row in rows}:
-        alike = sorted((row["copies"], row["us"]) for row in rows if row["steps"] == steps)
+    found: tuple[int, float] | None = None
+    of_runs = [row for row in rows if not row["pieces"]]
+    for steps in {row["steps"] for row in of_runs}:
+        alike = sorted((row["copies"], row["us"]) for row in of_runs if row["steps"] == steps)
         (fewest, least), (most, longest) = alike[0], alike[-1]
-        if most > fewest:
-            slopes.append((most - fewest, (longest - least) / (most - fewest)))
-    return max(slopes)[1] if slopes else None
+        if most > fewest and (found is None or most - fewest > found[0]):
+            found = most - fewest, (longest - least) / (most - fewest)
+    return None if found is None else found[1]
 
 
 # --------------------------------------------------------------------------------------- one page
@@ -269,8 +271,10 @@ def _submits(
             if repeat == 0:
                 route = engine.route(plan)
                 assert route is not None
+                copies, pieces = _count_copies(engine, plan)
                 told[run] = {
-                    "copies": _count_copies(engine, plan),
+                    "copies": copies,
+                    "pieces": pieces,
                     "steps": len(route.sizes),
                     "num_runs": len(plan.host_runs),
                 }
@@ -296,21 +300,31 @@ def _submits(
         yield {"case": "further_copy", "mover": mover, "us": round(further, 2)}
 
 
-def _count_copies(engine: TransferEngine, plan: TransferPlan) -> int:
-    """How many calls of the copy engine a load makes."""
-    from kvferry.kernels.jit import RowCopy
+def _count_copies(engine: TransferEngine, plan: TransferPlan) -> tuple[int, int]:
+    """How many calls of the copy engine a load makes, and how many pieces some of them have."""
+    from kvferry.kernels.jit import PieceCopy, RowCopy
 
-    count = 0
-    submit = RowCopy.submit
+    calls, pieces = 0, 0
+    copy_rows, copy_pieces = RowCopy.submit, PieceCopy.submit
 
-    def counted(self: RowCopy, *args: Any, **kwargs: Any) -> None:
-        nonlocal count
-        count += 1
-        submit(self, *args, **kwargs)
+    def counted_rows(self: RowCopy, *args: Any, **kwargs: Any) -> None:
+        nonlocal calls
+        calls += 1
+        copy_rows(self, *args, **kwargs)
 
-    with mock.patch.object(RowCopy, "submit", counted):
+    def counted_pieces(
+        self: PieceCopy, stream: Any, targets: Any, sources: Any, sizes: Any
+    ) -> None:
+        nonlocal calls, pieces
+        calls, pieces = calls + 1, pieces + len(sizes)
+        copy_pieces(self, stream, targets, sources, sizes)
+
+    with (
+        mock.patch.object(RowCopy, "submit", counted_rows),
+        mock.patch.object(PieceCopy, "submit", counted_pieces),
+    ):
         engine.load(plan).wait()
-    return count
+    return calls, pieces
 
 
 def _digests(

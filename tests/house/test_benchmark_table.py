@@ -105,7 +105,7 @@ _RESULTS = {
                     },
                     {
                         "case": "submit", "mover": "staged", "num_runs": 1, "copies": 10,
-                        "steps": 4, "us": 240.0,
+                        "pieces": 0, "steps": 4, "us": 240.0,
                     },
                     {"case": "further_copy", "mover": "staged", "us": 2.5},
                     {

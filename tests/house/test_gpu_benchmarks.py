@@ -134,11 +134,12 @@ def test_rates_of_both_directions_are_of_the_time_in_which_both_run() -> None:
 
 def test_the_cost_of_a_further_copy() -> None:
     """Loads are compared that differ in their copies alone."""
-    rows = [
-        {"steps": 7, "copies": 10, "us": 200.0},
-        {"steps": 7, "copies": 110, "us": 450.0},
-        {"steps": 5, "copies": 200, "us": 500.0},
-        {"steps": 5, "copies": 210, "us": 900.0},
+    rows: list[dict[str, Any]] = [
+        {"steps": 7, "copies": 10, "pieces": 0, "us": 200.0},
+        {"steps": 7, "copies": 110, "pieces": 0, "us": 450.0},
+        {"steps": 7, "copies": 220, "pieces": 900, "us": 460.0},
+        {"steps": 5, "copies": 200, "pieces": 0, "us": 500.0},
+        {"steps": 5, "copies": 210, "pieces": 0, "us": 900.0},
     ]
     assert further_copy_us(rows) == pytest.approx(2.5)
     assert further_copy_us(rows[:1]) is None
