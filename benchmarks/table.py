@@ -4,7 +4,8 @@
     python3 benchmarks/table.py benchmarks/results/gpu-nvidia-h200.json --write docs/performance.md
 
 It prints them, or with --write puts them between the two marks of that file. No table is written by
-hand, so that a figure always has its machine, its command and its M beside it.
+hand, so that a figure always has its machine, its command and its M beside it. Of several files the
+steps are taken together, the later file's where both have one.
 """
 
 from __future__ import annotations
@@ -14,29 +15,25 @@ import json
 import pathlib
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "gpu"))
+from results import BASELINES, BATCH, GROUPED, NOTHING, TORCH, Row, results_of, together
+from targets import JIT, Cell, Target, cells_of, target
 
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
-
-_TORCH = "torch index+copy"
-_NOTHING = "-"
-
-
-class Target(NamedTuple):
-    """The least that a transfer should reach, as shares of M; None: there is no target."""
-
-    h2d: float | None
-    d2h: float | None
 
 
 def main() -> int:
     """Print the tables, or write them into a document."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("results", type=pathlib.Path, help="a JSON file that make gpu wrote")
+    parser.add_argument(
+        "results", type=pathlib.Path, nargs="+", help="JSON files that make gpu wrote"
+    )
     parser.add_argument("--write", type=pathlib.Path, help="the document to put them into")
     args = parser.parse_args()
-    text = "\n".join(tables(json.loads(args.results.read_text())))
+    text = "\n".join(tables(together([json.loads(file.read_text()) for file in args.results])))
     if args.write is None:
         print(text)
         return 0
@@ -51,65 +48,178 @@ def main() -> int:
 
 def tables(told: Mapping[str, Any]) -> Iterator[str]:
     """Markdown, line by line."""
-    machine, steps = told["machine"], told["steps"]
+    machine = told["machine"]
+    results = results_of(told)
     yield (
         f"{machine['gpu']}, driver {machine['driver']}, torch {machine['packages']['torch']}, "
         f"Python {machine['python']}, {machine['date'][:10]}, commit "
         f"{(machine['commit'] or 'unknown')[:12]}."
     )
-    direct = [
-        step["result"]
-        for name, step in steps.items()
-        if name.startswith("direct_") and step["result"]
-    ]
-    for result in direct:
-        yield ""
-        yield from _direct(result)
-    jit = steps.get("jit", {}).get("result")
-    if jit:
-        yield ""
-        yield from _jit(jit)
+    yield ""
+    yield from _targets(results)
+    for name, result in results.items():
+        if name.startswith(("direct_", "staged_")):
+            yield ""
+            yield from _throughput(result)
+    for name, render in (("beside", _beside), ("latency", _latency), ("jit", _jit),
+                         ("long_contexts", _long_contexts)):  # fmt: skip
+        if name in results:
+            yield ""
+            yield f"`{_command(results[name])}`"
+            yield ""
+            yield from render(results[name])
 
 
-def target(host_layout: str, element_size: int, run: int) -> Target:
-    """What the direct mover should reach with host pages of 64 tokens."""
-    if host_layout == "layer_first" and run >= 16:
-        if element_size * run >= 4096:
-            return Target(0.91, 0.91)
-        return Target(0.88, 0.88) if element_size * run >= 1024 else Target(None, None)
-    if host_layout == "layer_first":
-        known = {576: Target(0.87, 0.87), 656: Target(0.81, 0.81), 132: Target(0.50, None)}
-        least = Target(0.92, 0.92) if element_size >= 1152 else Target(None, None)
-        return known.get(element_size, least)
-    if host_layout == "token_major":
-        known = {576: Target(0.87, 0.87), 656: Target(0.82, 0.82), 1152: Target(0.90, 0.90)}
-        return known.get(element_size, Target(None, None))
-    return Target(None, None)
+# --------------------------------------------------------------------------------------- targets
 
 
-def _direct(result: Mapping[str, Any]) -> Iterator[str]:
+def _targets(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """One row for each target that there are figures for: the cell that is worst of all."""
+    worst: dict[str, Cell] = {}
+    counts: dict[str, int] = {}
+    for cell in cells_of(results):
+        counts[cell.target] = counts.get(cell.target, 0) + 1
+        if cell.target not in worst or cell.difference < worst[cell.target].difference:
+            worst[cell.target] = cell
+    yield (
+        "Every target that was measured: the cell that is worst of all, and how far it is on the "
+        "good side (+) or short of it (-). **Bold** is missed."
+    )
+    yield ""
+    yield "| target | wanted | found, at worst | where | of cells | difference | met |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, cell in worst.items():
+        met = cell.difference >= 0
+        sign = "≥" if cell.at_least else "≤"
+        found, away = _figure(cell.found, cell.unit), _figure(cell.difference, cell.unit, "+")
+        yield (
+            f"| {name} | {sign} {_figure(cell.wanted, cell.unit)} | {_bold(found, not met)} | "
+            f"{cell.case} | {counts[name]} | {_bold(away, not met)} | {_bold(_yes(met), not met)} |"
+        )
+
+
+# ------------------------------------------------------------------------------- tables of figures
+
+
+def _throughput(result: Mapping[str, Any]) -> Iterator[str]:
     link = result["link"]
     yield (
         f"`{_command(result)}`; M is {link['h2d']:.1f} GB/s H2D and {link['d2h']:.1f} D2H in this "
         f"run. Cells are H2D / D2H as shares of M."
     )
     yield ""
-    yield "| host pool | element | run | path | GB/s | of M | target | `grouped` | torch |"
-    yield "|---|---|---|---|---|---|---|---|---|"
-    cases: dict[tuple[str, int, int], dict[str, Mapping[str, Any]]] = {}
+    yield (
+        "| host pool | host run | element | run | path | GB/s | of M | target | `grouped` | torch "
+        "| batch |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    cases: dict[tuple[Any, ...], dict[str, Row]] = {}
+    batches: dict[tuple[Any, ...], Row] = {}
     for row in result["rows"]:
-        key = (row["host_layout"], row["element_size"], row["device_run"])
-        cases.setdefault(key, {}).setdefault(row["what"], row)
-    for (layout, size, run), found in cases.items():
-        best = next((what for what in found if what not in (_TORCH, "grouped")), None)
-        if best is None:
+        page = (row["host_layout"], row.get("host_run", NOTHING), row["element_size"])
+        if row["what"] == BATCH:
+            batches[page] = row
             continue
-        row, wanted = found[best], target(layout, size, run)
-        yield (
-            f"| {layout} | {size:,} | {run} | {best} | {row['h2d']:.1f} / {row['d2h']:.1f} | "
-            f"{_of_m(row, wanted)} | {_wanted(wanted)} | {_of_m(found.get('grouped'))} | "
-            f"{_of_m(found.get(_TORCH))} |"
+        # `best` may take the same path as a mover that was asked for.
+        what = row["what"] if row["what"] in BASELINES else f"{row.get('asked')} {row['what']}"
+        cases.setdefault((*page, row["device_run"]), {}).setdefault(what, row)
+    for case, found in cases.items():
+        layout, host_run, size, run = case
+        for what, row in found.items():
+            if what in BASELINES:
+                continue
+            best = "chosen: " if row.get("asked") == "best" else ""
+            exposed = ", with the CPU's time" if row.get("num_exposed") else ""
+            wanted = target(row)[1]
+            yield (
+                f"| {layout} | {host_run} | {size:,} | {run} | {best}{row['what']}{exposed} | "
+                f"{row['h2d']:.1f} / {row['d2h']:.1f} | {_of_m(row, wanted)} | {_wanted(wanted)} | "
+                f"{_of_m(found.get(GROUPED))} | {_of_m(found.get(TORCH))} | "
+                f"{_of_m(batches.get(case[:3]))} |"
+            )
+
+
+def _beside(result: Mapping[str, Any]) -> Iterator[str]:
+    link = result["link"]
+    yield (
+        f"M is {link['h2d']:.1f} GB/s H2D and {link['d2h']:.1f} D2H in this run; `memcpy` are "
+        f"plain pinned copies of as many bytes, beside the same compute."
+    )
+    yield ""
+    yield (
+        "| mover | beside | direction | GB/s | of M | of memcpy | compute alone, beside | slower "
+        "| lost |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for row in result["rows"]:
+        cost = (
+            f"{row['alone_ms']:.3f}, {row['beside_ms']:.3f} ms | {_figure(row['slowdown'], '%')} | "
+            f"{row['extra_ms_per_gb']:.2f} ms/GB"
+            if "slowdown" in row
+            else " | ".join([NOTHING] * 3)
         )
+        yield (
+            f"| {row['mover']} | {row['compute'].replace('none', NOTHING)} | {row['direction']} | "
+            f"{row['gb_per_sec']:.1f} | {_share(row, 'over_m')} | {_share(row, 'over_memcpy')} | "
+            f"{cost} |"
+        )
+
+
+def _latency(result: Mapping[str, Any]) -> Iterator[str]:
+    told: Mapping[str, Callable[[Row], str]] = {
+        "one_page": lambda row: (
+            f"{row['path']}; usable after {row['usable_us']} µs, 95 % after {row['p95_us']}; one "
+            f"memcpy {row['memcpy_us']} µs: {row['over_memcpy']:.2f} times that"
+        ),
+        "first_layer": lambda row: (
+            f"{row['gpu_us']} µs of the GPU; one layer takes {row['layer_us']} µs at M; layers a "
+            f"step: {', '.join(map(str, row['layers_per_step']))}"
+        ),
+        "submit": lambda row: (
+            f"host runs: {row['num_runs']}, copy calls: {row['copies']}, pieces of them: "
+            f"{row['pieces']}, steps: {row['steps']}"
+        ),
+        "digests": lambda row: (
+            f"{row['direction'].upper()}: {row['on']:.1f} GB/s with, {row['off']:.1f} without: "
+            f"{_figure(row['cost'], '%')} longer"
+        ),
+        "further_copy": lambda _: "",
+    }  # fmt: skip
+    yield "| what | mover | µs | |"
+    yield "|---|---|---|---|"
+    for row in result["rows"]:
+        what = row["case"].replace("_", " ")
+        yield f"| {what} | {row['mover']} | {row.get('us', NOTHING)} | {told[row['case']](row)} |"
+
+
+def _jit(told: Mapping[str, Any]) -> Iterator[str]:
+    yield "| what | found | at most |"
+    yield "|---|---|---|"
+    for what, name, unit, most in JIT:
+        found = f"{told[name]} {unit}".strip()
+        wanted = NOTHING if most is None else f"{most:g} {unit}".strip()
+        yield f"| {what} | {_bold(found, most is not None and told[name] > most)} | {wanted} |"
+
+
+def _long_contexts(result: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        "| planes | sequences | host pool | stored, loaded, evicted | layers compared | bad pages "
+        "| grown: device, resident |"
+    )
+    yield "|---|---|---|---|---|---|---|"
+    for row in result["rows"]:
+        planes = " + ".join(f"{layers} layers of {size} B" for _, layers, size in row["planes"])
+        growth = f"{row['device_growth_mib']}, {row['resident_growth_mib']} MiB"
+        yield (
+            f"| {planes} | {row['sequences']} of {row['tokens']:,} tokens, "
+            f"{row['sequence_bytes'] / 1e9:.1f} GB each | {row['pool_bytes'] / 1e9:.1f} GB | "
+            f"{row['stores']}, {row['loads']}, {row['evictions']} | {row['compared']} | "
+            f"{_bold(str(row['bad_pages']), row['bad_pages'] > 0)} | "
+            f"{_bold(growth, not row['flat'])} |"
+        )
+
+
+# ------------------------------------------------------------------------------------------ cells
 
 
 def _command(result: Mapping[str, Any]) -> str:
@@ -117,39 +227,39 @@ def _command(result: Mapping[str, Any]) -> str:
     return re.sub(r" --json \S+", "", str(result["command"]))
 
 
-def _of_m(row: Mapping[str, Any] | None, wanted: Target | None = None) -> str:
+def _of_m(row: Row | None, wanted: Target | None = None) -> str:
     if row is None:
-        return _NOTHING
+        return NOTHING
     cells = []
     for name in ("h2d", "d2h"):
         share = float(row[f"{name}_over_m"])
         least = None if wanted is None else getattr(wanted, name)
         # What misses its target is told, not hidden.
-        cells.append(f"{share:.2f}" if least is None or share >= least else f"**{share:.2f}**")
+        cells.append(_bold(f"{share:.2f}", least is not None and share < least))
     return " / ".join(cells)
 
 
 def _wanted(wanted: Target) -> str:
-    return " / ".join(_NOTHING if share is None else f"{share:.2f}" for share in wanted)
+    return " / ".join(NOTHING if share is None else f"{share:.2f}" for share in wanted)
 
 
-def _jit(told: Mapping[str, Any]) -> Iterator[str]:
-    rows = (
-        ("all kernels, compiled into an empty folder", "cold_all_kernels_secs", "s", ""),
-        ("`flat` and `realign` alone", "cold_flat_realign_secs", "s", "0.6"),
-        ("all kernels, from the folder", "warm_all_kernels_ms", "ms", "10"),
-        ("a raw `cuLaunchKernel`", "raw_launch_us", "µs", ""),
-        ("a prepared launch, over a raw one", "prepared_over_raw", "", "1.15"),
-        ("submitting a load of 61 layers", "submit_61_layers_us", "µs", "250"),
-        ("making its plan", "plan_us", "µs", ""),
-    )
-    yield f"`{_command(told)}`"
-    yield ""
-    yield "| what | found | at most |"
-    yield "|---|---|---|"
-    for what, name, unit, most in rows:
-        found = f"{told[name]} {unit}".strip()
-        yield f"| {what} | {found} | {f'{most} {unit}'.strip() if most else _NOTHING} |"
+def _share(row: Row, name: str) -> str:
+    return f"{row[name]:.2f}" if name in row else NOTHING
+
+
+def _figure(value: float, unit: str, sign: str = "") -> str:
+    if unit == "%":
+        return f"{value * 100:{sign}.1f} %"
+    digits = 3 if unit in ("M", "of two memcpys") else 0 if unit == "µs" and value >= 100 else 2
+    return f"{value:{sign}.{digits}f} {unit}".strip()
+
+
+def _bold(text: str, stands_out: bool) -> str:
+    return f"**{text}**" if stands_out else text
+
+
+def _yes(met: bool) -> str:
+    return "yes" if met else "no"
 
 
 if __name__ == "__main__":

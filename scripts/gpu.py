@@ -50,27 +50,43 @@ _PYTEST_OPTIONS = (
 # The rows of the targets: docs/performance.md.
 # Half a gigabyte and more in each transfer, but for the small prompts: this tells what a byte costs
 # from what a transfer costs whatever its size is.
-_DIRECT = {
-    "small_elements": (
-        "--layouts layer_first --paths best grouped --tokens 262144 --layers 16 --elements 66 132"
+_THROUGHPUT = {
+    "direct_small_elements": (
+        "--mover direct --layouts layer_first --paths best grouped --tokens 262144 "
+        "--elements 66 132"
     ),
-    "layer_first": (
-        "--layouts layer_first --paths best grouped --tokens 65536 --layers 16 "
+    "direct_layer_first": (
+        "--mover direct --layouts layer_first --paths best grouped --tokens 65536 "
         "--elements 512 576 656 1152 2048 4096"
     ),
-    "small_prompts": (
-        "--layouts layer_first --runs 64 --tokens 8192 --layers 61 --elements 132 576 656 1152"
+    "direct_small_prompts": (
+        "--mover direct --layouts layer_first --runs 64 --tokens 8192 --layers 61 "
+        "--elements 132 576 656 1152"
     ),
-    "token_major": (
-        "--layouts token_major --elements 576 656 1152 --runs 1 --tokens 12288 --layers 61"
+    "direct_token_major": (
+        "--mover direct --layouts token_major --elements 576 656 1152 --runs 1 --tokens 12288 "
+        "--layers 61"
     ),
-    "page_major": (
-        "--layouts page_major --runs 1 64 --tokens 32768 --layers 16 "
+    "direct_page_major": (
+        "--mover direct --layouts page_major --runs 1 64 --tokens 32768 "
         "--elements 64 66 131 132 576 656 1152"
+    ),
+    "staged_elements": (
+        "--mover staged --layouts page_major --no-baselines "
+        "--elements 512 528 576 584 656 1024 1152 2048 4096 37440"
+    ),
+    "staged_small_elements": (
+        "--mover staged --layouts page_major --no-baselines --elements 64 66 131 132 160 288"
+    ),
+    "staged_single_pages": (
+        "--mover best direct staged --layouts page_major --no-baselines --host-run 1 "
+        "--elements 656 --runs 1 --layers 61"
     ),
 }
 _SANITIZERS = (("memcheck", 30), ("racecheck", 12), ("initcheck", 20))
 _SANITIZER_SECS = 45
+# Steps that take minutes: only where they are asked for.
+_SOAKS = frozenset({"long_contexts"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +124,7 @@ def main() -> int:
     )
     parser.add_argument("--only", help="run these steps, separated by commas; sanitizer: all tools")
     parser.add_argument("--skip", default="", help="leave out these steps, separated by commas")
+    parser.add_argument("--soak", action="store_true", help=f"also {', '.join(sorted(_SOAKS))}")
     parser.add_argument("--quick", action="store_true", help="fewer element sizes in the self-test")
     parser.add_argument(
         "--results",
@@ -116,7 +133,7 @@ def main() -> int:
         help="folder for the JSON file",
     )
     args = parser.parse_args()
-    wanted = _chosen(parser, known, args.only, args.skip)
+    wanted = _chosen(parser, known, args.only, args.skip) | (_SOAKS if args.soak else set())
     machine = _machine()
     if isinstance(machine, str):
         print(f"gpu: {machine}", file=sys.stderr)
@@ -159,9 +176,10 @@ def _steps(*, quick: bool) -> Iterator[_Step]:
     selftest = ("selftest", "--json", *(("--quick",) if quick else ()))
     yield _Step("selftest", (python, "-m", "kvferry", *selftest), 150, prints_json=True)
     yield _Step("doctor", (python, "-m", "kvferry", "doctor", "--json"), 90, prints_json=True)
-    for name, arguments in _DIRECT.items():
-        command = (python, "benchmarks/direct.py", *arguments.split(), "--json", "{json}")
-        yield _Step(f"direct_{name}", command, 180)
+    for name, arguments in _THROUGHPUT.items():
+        yield _Step(name, _benchmark(python, "throughput", arguments), 180)
+    yield _Step("beside", _benchmark(python, "beside"), 150)
+    yield _Step("latency", _benchmark(python, "latency"), 120)
     yield _Step("jit", (python, "benchmarks/jit.py", "--json", "{json}"), 60)
     tool = _sanitizer()
     for name, cases in _SANITIZERS:
@@ -177,6 +195,11 @@ def _steps(*, quick: bool) -> Iterator[_Step]:
             else "compute-sanitizer is neither on PATH nor in CUDA's folders; "
             "it comes with the CUDA toolkit",
         )
+    yield _Step("long_contexts", _benchmark(python, "long_contexts", "--seconds 300"), 580)
+
+
+def _benchmark(python: str, script: str, arguments: str = "") -> tuple[str, ...]:
+    return (python, f"benchmarks/gpu/{script}.py", *arguments.split(), "--json", "{json}")
 
 
 def _chosen(
@@ -184,7 +207,10 @@ def _chosen(
 ) -> set[str]:
     groups = {
         "sanitizer": {name for name, _ in _SANITIZERS},
-        "direct": {name for name in known if name.startswith("direct_")},
+        **{
+            group: {name for name in known if name.startswith(f"{group}_")}
+            for group in ("direct", "staged")
+        },
     }
 
     def named(text: str) -> set[str]:
@@ -195,7 +221,7 @@ def _chosen(
             found |= groups.get(name, {name})
         return found
 
-    return (set(known) if only is None else named(only)) - named(skip)
+    return (set(known) - _SOAKS if only is None else named(only)) - named(skip)
 
 
 def _run(step: _Step) -> _Outcome:

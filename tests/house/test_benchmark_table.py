@@ -17,29 +17,114 @@ _ROOT = Path(__file__).parents[2]
 _SCRIPT = _ROOT / "benchmarks" / "table.py"
 
 
-def _row(what: str, h2d: float, d2h: float, size: int = 576) -> dict[str, Any]:
+_MACHINE = {
+    "gpu": "NVIDIA H999", "driver": "999.1", "python": "3.12.3", "date": "2026-11-30 10:00",
+    "commit": "0123456789abcdef", "packages": {"torch": "2.11.0"},
+}  # fmt: skip
+_LINK = {"h2d": 50.0, "d2h": 50.0}
+
+
+def _row(what: str, h2d: float, d2h: float, size: int = 576, **more: Any) -> dict[str, Any]:
     return {
         "element_size": size, "device_run": 1, "host_layout": "layer_first", "what": what,
-        "h2d": h2d * 50, "d2h": d2h * 50, "h2d_over_m": h2d, "d2h_over_m": d2h,
+        "num_bytes": 500_000_000, "host_run": 8, "asked": "direct", "mover": "direct",
+        "h2d": h2d * 50, "d2h": d2h * 50, "h2d_over_m": h2d, "d2h_over_m": d2h, **more,
     }  # fmt: skip
 
 
+def _staged(size: int, run: int, h2d: float, d2h: float, **more: Any) -> dict[str, Any]:
+    told = {"host_layout": "page_major", "asked": "staged", "mover": "staged", "device_run": run}
+    return _row("staged flat", h2d, d2h, size, **{**told, **more})
+
+
+def _beside(mover: str, compute: str, direction: str, **more: Any) -> dict[str, Any]:
+    return {
+        "mover": mover, "compute": compute, "direction": direction, "gb_per_sec": 40.0,
+        "over_m": 0.8, "over_memcpy": 0.91, **more,
+    }  # fmt: skip
+
+
+_SLOWED = {"alone_ms": 1.5, "beside_ms": 1.6, "slowdown": 0.067, "extra_ms_per_gb": 1.2}
+
 _RESULTS = {
-    "machine": {
-        "gpu": "NVIDIA H999", "driver": "999.1", "python": "3.12.3", "date": "2026-11-30 10:00",
-        "commit": "0123456789abcdef", "packages": {"torch": "2.11.0"},
-    },
+    "machine": _MACHINE,
     "steps": {
         "pytest": {"result": None},
         "direct_layer_first": {
             "result": {
-                "command": "benchmarks/direct.py --layouts layer_first",
-                "link": {"h2d": 50.0, "d2h": 50.0},
+                "command": "benchmarks/gpu/throughput.py --layouts layer_first",
+                "link": _LINK,
                 "rows": [
                     _row("flat", 0.9, 0.8),
                     _row("grouped", 0.5, 0.4),
-                    _row("torch index+copy", 0.3, 0.2),
+                    _row("torch index+copy", 0.3, 0.2, mover="torch"),
+                    _row("memcpy batch", 0.7, 0.6, mover="batch"),
                     _row("realign", 0.55, 0.1, size=132),
+                ],
+            }
+        },
+        "staged_elements": {
+            "result": {
+                "command": "benchmarks/gpu/throughput.py --mover staged",
+                "link": _LINK,
+                "rows": [
+                    _staged(656, 1, 0.98, 0.96),
+                    _staged(656, 64, 0.96, 0.97),
+                    _staged(576, 64, 0.99, 0.99, num_exposed=2),
+                    _staged(656, 1, 0.5, 0.5, host_run=1),
+                    _staged(656, 1, 0.4, 0.4, digests=False),
+                    _staged(132, 1, 0.99, 0.89),
+                    _staged(656, 1, 0.86, 0.84, host_run=1, asked="best"),
+                ],
+            }
+        },
+        "beside": {
+            "result": {
+                "command": "benchmarks/gpu/beside.py --json /tmp/a.json",
+                "link": _LINK,
+                "rows": [
+                    _beside("memcpy", "gemm", "h2d", **_SLOWED),
+                    _beside("staged", "gemm", "h2d", **_SLOWED),
+                    _beside("staged", "gemv", "d2h", **_SLOWED),
+                    _beside("staged", "none", "both"),
+                ],
+            }
+        },
+        "latency": {
+            "result": {
+                "command": "benchmarks/gpu/latency.py",
+                "link": _LINK,
+                "rows": [
+                    {
+                        "case": "one_page", "mover": "best", "path": "flat", "us": 90.0,
+                        "p95_us": 99.0, "usable_us": 85.0, "memcpy_us": 60.0, "over_memcpy": 1.5,
+                    },
+                    {
+                        "case": "first_layer", "mover": "best", "us": 400.0, "gpu_us": 200.0,
+                        "layer_us": 150.0, "most_us": 375.0, "layers_per_step": [1, 1, 2],
+                    },
+                    {
+                        "case": "submit", "mover": "staged", "num_runs": 1, "copies": 10,
+                        "pieces": 0, "steps": 4, "us": 240.0,
+                    },
+                    {"case": "further_copy", "mover": "staged", "us": 2.5},
+                    {
+                        "case": "digests", "mover": "staged", "direction": "h2d", "on": 50.0,
+                        "off": 50.5, "cost": 0.01,
+                    },
+                ],
+            }
+        },
+        "long_contexts": {
+            "result": {
+                "command": "benchmarks/gpu/long_contexts.py",
+                "rows": [
+                    {
+                        "planes": [["latent", 78, 576]], "sequences": 8, "tokens": 131072,
+                        "sequence_bytes": 5.9e9, "pool_bytes": 28e9, "stores": 9, "loads": 8,
+                        "evictions": 7, "compared": 32, "bad_pages": 0, "flat": False,
+                        "device_growth_mib": 0, "resident_growth_mib": 900,
+                    }
                 ],
             }
         },
@@ -47,11 +132,13 @@ _RESULTS = {
 }  # fmt: skip
 
 
-def _run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    results = tmp_path / "gpu.json"
-    results.write_text(json.dumps(_RESULTS))
+def _run(
+    tmp_path: Path, *arguments: str, results: dict[str, Any] = _RESULTS
+) -> subprocess.CompletedProcess[str]:
+    file = tmp_path / "gpu.json"
+    file.write_text(json.dumps(results))
     return subprocess.run(
-        [sys.executable, str(_SCRIPT), str(results), *arguments],
+        [sys.executable, str(_SCRIPT), str(file), *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -67,12 +154,115 @@ def test_the_table_has_figures_targets_and_what_misses_them(tmp_path: Path) -> N
     assert lines[0].startswith("NVIDIA H999, driver 999.1, torch 2.11.0")
     assert "M is 50.0 GB/s H2D and 50.0 D2H" in ran.stdout
     assert (
-        "| layer_first | 576 | 1 | flat | 45.0 / 40.0 | 0.90 / **0.80** | 0.87 / 0.87 | "
-        "0.50 / 0.40 | 0.30 / 0.20 |"
+        "| layer_first | 8 | 576 | 1 | flat | 45.0 / 40.0 | 0.90 / **0.80** | 0.87 / 0.87 | "
+        "0.50 / 0.40 | 0.30 / 0.20 | 0.70 / 0.60 |"
     ) in lines
     assert (
-        "| layer_first | 132 | 1 | realign | 27.5 / 5.0 | 0.55 / 0.10 | 0.50 / - | - | - |"
+        "| layer_first | 8 | 132 | 1 | realign | 27.5 / 5.0 | 0.55 / 0.10 | 0.50 / - | - | - | - |"
     ) in lines
+    assert (
+        "| page_major | 8 | 656 | 64 | staged flat | 48.0 / 48.5 | **0.96** / 0.97 | "
+        "0.97 / 0.95 | - | - | - |"
+    ) in lines
+    assert any("| staged flat, with the CPU's time |" in line for line in lines)
+    # One that the engine chose stands beside one that was asked for, though both went one way.
+    assert (
+        "| page_major | 1 | 656 | 1 | chosen: staged flat | 43.0 / 42.0 | 0.86 / **0.84** | "
+        "0.85 / 0.85 | - | - | - |"
+    ) in lines
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        (
+            "| direct, layer_first, run 1, 576 B, D2H | ≥ 0.870 M | **0.800 M** | "
+            "576 B, run 1, 500 MB, flat | 1 | **-0.070 M** | **no** |"
+        ),
+        (
+            "| staged, elements of 512 B and more, H2D | ≥ 0.970 M | **0.960 M** | "
+            "656 B, run 64, 500 MB, staged flat | 3 | **-0.010 M** | **no** |"
+        ),
+        (
+            "| staged, elements of 512 B and more, D2H | ≥ 0.950 M | 0.960 M | "
+            "656 B, run 1, 500 MB, staged flat | 3 | +0.010 M | yes |"
+        ),
+        (
+            "| staged, elements below 512 B, D2H | ≥ 0.900 M | **0.890 M** | "
+            "132 B, run 1, 500 MB, staged flat | 1 | **-0.010 M** | **no** |"
+        ),
+        (
+            "| host runs of one page, the faster mover, H2D | ≥ 0.850 M | 0.860 M | "
+            "656 B, run 1, 500 MB, staged flat | 1 | +0.010 M | yes |"
+        ),
+        "| staged beside the GEMM, H2D | ≥ 0.700 M | 0.800 M | - | 1 | +0.100 M | yes |",
+        (
+            "| staged beside the GEMM: time it loses | ≤ 1.00 ms/GB | **1.20 ms/GB** | H2D | 1 | "
+            "**-0.20 ms/GB** | **no** |"
+        ),
+        (
+            "| staged beside the GEMV: slower, D2H | ≤ 6.0 % | **6.7 %** | - | 1 | **-0.7 %** | "
+            "**no** |"
+        ),
+        (
+            "| staged, both directions at once | ≥ 0.920 of two memcpys | "
+            "**0.910 of two memcpys** | all | 1 | **-0.010 of two memcpys** | **no** |"
+        ),
+        "| a load of one page | ≤ 1.60 times | 1.50 times | flat | 1 | +0.10 times | yes |",
+        (
+            "| the first layer of a load | ≤ 375 µs | **400 µs** | best | 1 | **-25.00 µs** | "
+            "**no** |"
+        ),
+        (
+            "| submitting a load of 61 layers, one host run | ≤ 250 µs | 240 µs | staged | 1 | "
+            "+10.00 µs | yes |"
+        ),
+        "| each further copy call | ≤ 3.00 µs | 2.50 µs | staged | 1 | +0.50 µs | yes |",
+        "| digests on against off | ≤ 2.0 % | 1.0 % | staged, H2D | 1 | +1.0 % | yes |",
+    ],
+)
+def test_each_target_has_its_worst_cell(tmp_path: Path, line: str) -> None:
+    """One row a target, with the cell that is worst of it; one that misses stands out."""
+    lines = _run(tmp_path).stdout.splitlines()
+    assert line in lines
+    target = line.split("|")[1]
+    assert sum(other.startswith(f"|{target}|") for other in lines) == 1
+
+
+def test_the_other_benchmarks_have_tables(tmp_path: Path) -> None:
+    """What is measured beside compute, of latencies and over minutes is told whole."""
+    lines = _run(tmp_path).stdout.splitlines()
+    assert "`benchmarks/gpu/beside.py`" in lines
+    for line in (
+        "| memcpy | gemm | h2d | 40.0 | 0.80 | 0.91 | 1.500, 1.600 ms | 6.7 % | 1.20 ms/GB |",
+        "| staged | - | both | 40.0 | 0.80 | 0.91 | - | - | - |",
+        (
+            "| first layer | best | 400.0 | 200.0 µs of the GPU; one layer takes 150.0 µs at M; "
+            "layers a step: 1, 1, 2 |"
+        ),
+        "| digests | staged | - | H2D: 50.0 GB/s with, 50.5 without: 1.0 % longer |",
+        (
+            "| 78 layers of 576 B | 8 of 131,072 tokens, 5.9 GB each | 28.0 GB | 9, 8, 7 | 32 | "
+            "0 | **0, 900 MiB** |"
+        ),
+    ):
+        assert line in lines
+
+
+def test_steps_of_several_files_are_taken_together(tmp_path: Path) -> None:
+    """A step of a later file stands for that of an earlier one, and the others stay."""
+    later = tmp_path / "later.json"
+    step = {
+        "result": {
+            "command": "later", "link": _LINK, "rows": [_beside("staged", "none", "both")],
+        }
+    }  # fmt: skip
+    later.write_text(json.dumps({"machine": _MACHINE, "steps": {"beside": step}}))
+    ran = _run(tmp_path, str(later))
+    assert ran.returncode == 0, ran.stderr
+    assert "`later`" in ran.stdout
+    assert "beside the GEMM" not in ran.stdout
+    assert "| page_major | 8 | 656 | 64 | staged flat |" in ran.stdout
 
 
 def test_a_document_gets_the_table_between_its_marks(tmp_path: Path) -> None:
@@ -84,7 +274,7 @@ def test_a_document_gets_the_table_between_its_marks(tmp_path: Path) -> None:
     assert first.startswith("before\n")
     assert first.endswith("after\n")
     assert "NVIDIA H999" in first
-    assert "old" not in first
+    assert "\nold\n" not in first
     assert _run(tmp_path, "--write", str(document)).returncode == 0
     assert document.read_text() == first
 
