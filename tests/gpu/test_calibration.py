@@ -18,8 +18,8 @@ pytestmark = pytest.mark.gpu
 # In two seconds, by a link of 55 GB/s.
 _MOST_BYTES = 2 * 55e9
 _FIGURES = {
-    "link.load", "link.store", "copy_seconds", "piece_seconds", "widths.load", "widths.store", "direct.load",
-    "direct.store", "launch_seconds",
+    "link.load", "link.store", "copy_seconds", "piece_seconds", "widths.load", "widths.store",
+    "direct.load", "direct.store", "launch_seconds",
 }  # fmt: skip
 
 

@@ -31,8 +31,8 @@ SMALL = Effort(
 )
 
 NAMES = (
-    "link.load", "link.store", "copy_seconds", "piece_seconds", "widths.load", "widths.store", "direct.load",
-    "direct.store", "launch_seconds",
+    "link.load", "link.store", "copy_seconds", "piece_seconds", "widths.load", "widths.store",
+    "direct.load", "direct.store", "launch_seconds",
 )  # fmt: skip
 
 CALL, LAUNCH = 3e-6, 12e-6

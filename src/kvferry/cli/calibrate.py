@@ -122,7 +122,8 @@ def _rows(profile: DeviceProfile) -> Iterator[tuple[str, str, str]]:
         for width, rate in curve:
             yield f"rows of {width:,} bytes {_WAYS[way]}", f"{rate:.1f} GB/s", f"widths.{way}"
     yield "a copy call more", f"{profile.copy_seconds * 1e6:.1f} us", "copy_seconds"
-    yield "a piece of a call more, of the CPU", f"{profile.piece_seconds * 1e6:.2f} us", "piece_seconds"
+    piece = f"{profile.piece_seconds * 1e6:.2f} us"
+    yield "a piece of a call more, of the CPU", piece, "piece_seconds"
     for way, rate in profile.direct.items():
         blocks = f"by {profile.direct_blocks[way]} blocks of a kernel"
         yield f"{blocks} {_WAYS[way]}", f"{rate:.1f} GB/s", f"direct.{way}"

@@ -25,6 +25,7 @@ __all__ = ["HostCopies"]
 # A call pauses the copy engine for 3 us: here 1 % of what it carries. Pieces of one call do not.
 _BYTES_WORTH_A_CALL = 16 << 20
 
+_ONE_RUN = range(1)
 _Numbers = NDArray[np.int64]
 
 
@@ -64,6 +65,9 @@ class HostCopies:
             DriverError: The driver refused, or earlier work has failed.
         """
         runs = plan.host_runs
+        if len(runs) == 1:
+            self._copy_runs(plan, piece, group, staging, stream, _ONE_RUN)
+            return
         end = piece.first_page + piece.num_pages
         first = bisect.bisect_right(runs, piece.first_page, key=lambda run: run.first_page) - 1
         last = bisect.bisect_left(runs, end, lo=first, key=lambda run: run.first_page)
@@ -93,17 +97,20 @@ class HostCopies:
             for (address, pitch), width, in_staging in group.bands:
                 host = address + slot * pitch
                 device = staging + (begin - piece.first_page) * group.pitch + in_staging
+                if host + (rows - 1) * pitch + width <= self._end_of_chunk(host):
+                    copy(stream, host, pitch, device, group.pitch, width, rows)
+                    continue
                 for row, count, offset, part in cut_copy(
                     host, pitch, width, rows, self._end_of_chunk
                 ):
                     copy(
                         stream,
-                        host=host + row * pitch + offset,
-                        host_pitch=pitch,
-                        device=device + row * group.pitch + offset,
-                        device_pitch=group.pitch,
-                        width=part,
-                        rows=count,
+                        host + row * pitch + offset,
+                        pitch,
+                        device + row * group.pitch + offset,
+                        group.pitch,
+                        part,
+                        count,
                     )
 
     def _copy_pages(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvferry.transfer.route import Route
     from kvferry.transfer.span_launcher import SpanLauncher
     from kvferry.transfer.span_table import SpanTable
+    from kvferry.transfer.staging import Piece
 
 __all__ = ["DEFAULT_STAGING_BYTES", "StagedMover", "Streams", "launch_direct"]
 
@@ -27,6 +28,7 @@ DEFAULT_STAGING_BYTES = 64 << 20
 
 # The shortest last piece of a load and first of a store: its relayout is beside no copy.
 _SHORT_PIECE_BYTES = 4 << 20
+_MAX_CUTS = 256
 
 
 class Streams(NamedTuple):
@@ -105,6 +107,7 @@ class StagedMover:
         self._copies = HostCopies(context, pinned)
         self._blocks = context.num_multiprocessors
         self._capacity = staging_bytes // 2
+        self._cuts: dict[tuple[int, int], tuple[Route, list[Piece]]] = {}
         self._rings: dict[Direction, StagingRing] = {}
         self._begun: dict[Direction, Event] = {}
         try:
@@ -147,15 +150,7 @@ class StagedMover:
         launch, copy, blocks = self._launcher.launch_staged, self._copies.submit, self._blocks
         self._launcher.begin(plan, table, commands)
         laid_out: list[Event] = []  # where the last two pieces are: one in each lane
-        for number, piece in enumerate(
-            pieces_of(
-                route.groups,
-                plan.num_pages,
-                capacity=self._capacity,
-                smallest=_SHORT_PIECE_BYTES,
-                first_is_short=not is_load,
-            )
-        ):
+        for number, piece in enumerate(self._pieces(plan, route)):
             group, step = route.groups[piece.group], table.steps[piece.group]
             lane = lanes[number % 2]
             brings, takes = (copies, lane) if is_load else (lane, copies)
@@ -182,6 +177,24 @@ class StagedMover:
         if not laid_out:  # there are no pages
             for step in table.steps:
                 reached(step.layers, streams.kernels)
+
+    def _pieces(self, plan: TransferPlan, route: Route) -> list[Piece]:
+        """How `plan` is cut; the same for each of so many pages, so it is kept."""
+        key = (id(route), plan.num_pages)
+        found = self._cuts.get(key)
+        if found is None:
+            if len(self._cuts) >= _MAX_CUTS:
+                self._cuts.clear()
+            pieces = pieces_of(
+                route.groups,
+                plan.num_pages,
+                capacity=self._capacity,
+                smallest=_SHORT_PIECE_BYTES,
+                first_is_short=plan.direction is Direction.STORE,
+            )
+            # With its route, so that no other gets its id meanwhile.
+            found = self._cuts[key] = (route, list(pieces))
+        return found[1]
 
     def close(self) -> None:
         """Give all memory back; nothing of it may be in flight."""

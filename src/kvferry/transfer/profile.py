@@ -215,7 +215,7 @@ BUILT_IN = DeviceProfile(
         ),
     },
     copy_seconds=3e-6,
-    piece_seconds=0.5e-6,
+    piece_seconds=1.5e-6,
     launch_seconds=10e-6,
     direct={Direction.LOAD: 50.5, Direction.STORE: 51.0},
     direct_blocks={Direction.LOAD: 24, Direction.STORE: 32},

@@ -9,6 +9,7 @@ of the plan in neighbouring slots: one strided copy a band.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -69,7 +70,7 @@ class Group:
     pitch: int
     """Bytes from one page of staging to the next."""
 
-    @property
+    @functools.cached_property
     def width(self) -> int:
         """The bytes of a page that cross the link."""
         return sum(band.width for band in self.bands)

@@ -31,7 +31,6 @@ class RowCopy:
     def submit(
         self,
         stream: Stream,
-        *,
         host: int,
         host_pitch: int,
         device: int,
@@ -52,4 +51,8 @@ class RowCopy:
             told.dstHost, told.dstPitch = host, host_pitch
             told.srcDevice, told.srcPitch = device, device_pitch
         told.WidthInBytes, told.Height = width, rows
-        self._driver.check(self._copy(told, stream.handle), "copy rows between host and device")
+        (status,) = self._copy(told, stream.handle)
+        if status:
+            raise self._driver.error(
+                status, "the CUDA driver could not copy rows between host and device"
+            )
