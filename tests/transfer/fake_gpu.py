@@ -13,6 +13,7 @@ import ctypes
 import enum
 import functools
 import itertools
+import random
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -137,6 +138,23 @@ class FakeGpu:
             yield
         finally:
             self.release(*streams)
+
+    def hold_all(self) -> None:
+        """Carry out nothing more of any stream that there is."""
+        self._held |= set(self._streams)
+
+    def interleave(self, seed: int) -> None:
+        """Carry out all that is pending, one entry at a time from any stream that can go on."""
+        rng = random.Random(seed)
+        with self._lock:
+            while True:
+                pending = [entries for entries in self._streams.values() if entries]
+                rng.shuffle(pending)
+                found = next((entries for entries in pending if entries[0]()), None)
+                if found is None:
+                    break
+                found.popleft()
+        assert self.num_pending() == 0, "a stream waits for something that never comes"
 
     def num_pending(self, stream: int | None = None) -> int:
         """How many entries wait in a stream, or in all."""

@@ -149,7 +149,7 @@ class StagedMover:
         streams.aside.wait_for(begun)
         launch, copy, blocks = self._launcher.launch_staged, self._copies.submit, self._blocks
         self._launcher.begin(plan, table, commands)
-        laid_out: list[Event] = []  # where the last two pieces are: one in each lane
+        before: Event | None = None  # where the piece before is, in the other lane
         for number, piece in enumerate(self._pieces(plan, route)):
             group, step = route.groups[piece.group], table.steps[piece.group]
             lane = lanes[number % 2]
@@ -167,14 +167,15 @@ class StagedMover:
                 copy(plan, piece, group, room.address, copies)
             room.emptied.record(takes.handle)
             if piece.ends_group:
-                # Of this group, or of the layers before it: bytes are there layer after layer.
-                for before in laid_out[-1:]:
+                # Of this group, or of layers before it: bytes are there layer after layer, and
+                # where the last are there, all are.
+                if before is not None:
                     lane.wait_for(before)
                 reached(step.layers, lane)
-            laid_out = [*laid_out[-1:], room.emptied if is_load else room.filled]
-        for last in laid_out:
-            streams.kernels.wait_for(last)
-        if not laid_out:  # there are no pages
+            before = room.emptied if is_load else room.filled
+        if before is not None:
+            streams.kernels.wait_for(before)
+        else:  # there are no pages
             for step in table.steps:
                 reached(step.layers, streams.kernels)
 
