@@ -19,7 +19,7 @@ from kvferry.testing import DeviceLayout
 from kvferry.testing.device_memory import GuardedDeviceBuffer
 from kvferry.testing.round_trip import RoundTrip
 from kvferry.transfer import available_gpu_paths
-from kvferry.types import Layout, SlotKind
+from kvferry.types import Layout, Mover, SlotKind
 
 # What flat takes whole, what realign has to take, and what is longer than a tile.
 _SIZES = (576, 131, 656, 1, 4100, 66, 512)
@@ -35,6 +35,7 @@ def main() -> int:
     if not paths:
         print("sanitize: there is no GPU that kvferry can use; see kvferry doctor", file=sys.stderr)
         return 2
+    paths.append(Mover.STAGED.value)
     transfers = 0
     for case in itertools.islice(_cases(), args.cases):
         with RoundTrip(kind=SlotKind.PAGE, allocate=GuardedDeviceBuffer, **case) as trip:

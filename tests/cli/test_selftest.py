@@ -47,7 +47,7 @@ def test_json_has_the_counts(capsys: pytest.CaptureFixture[str]) -> None:
         assert told["paths"][path]["transfers"] == 160
     assert told["bytes"] == sum(path["bytes"] for path in told["paths"].values()) > 0
     assert told["seconds"] >= 0
-    known = {"cpu", "cpu_numpy", "flat", "realign", "grouped"}
+    known = {"cpu", "cpu_numpy", "flat", "realign", "grouped", "staged"}
     assert set(told["paths"]) | set(told["absent"]) == known
 
 

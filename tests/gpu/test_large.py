@@ -18,6 +18,7 @@ pytestmark = pytest.mark.gpu
 _SIZE = 576
 _PAGE = 64
 _ROUNDS = 20
+_LONG_ROUNDS = 10
 _GIB = 1 << 30
 
 
@@ -98,6 +99,33 @@ def test_two_thousand_pages_at_once(make_rig: Callable[..., GpuRig]) -> None:
     pools = _Pools(make_rig, 61, 2048)
     pools.move(np.random.default_rng(3), 2048)
     pools.reader.close()
+
+
+@pytest.mark.parametrize("num_layers", [61, 78])
+def test_long_write_backs_through_little_staging(
+    make_rig: Callable[..., GpuRig], num_layers: int
+) -> None:
+    """2,048 pages in one call, then one, then none, with room for 7 pages in staging."""
+    count = 2048
+    if _free_host_bytes() < 16 * _GIB:
+        pytest.skip("needs 16 GiB of free host memory")
+    rig = make_rig(latent(_SIZE, num_layers), num_rows=(count + 1) * _PAGE, num_slots=count + 2)
+    slot_bytes = rig.geometry.slot_bytes()
+    engine = rig.engine(staging_bytes=14 * slot_bytes)
+    rng = np.random.default_rng(num_layers)
+    rig.fill(1)
+    image = rig.tensor.clone()
+    for _ in range(_LONG_ROUNDS):
+        for pages in (count, 1, 0):
+            slots = rng.permutation(rig.num_slots)[:pages]
+            rows = rng.permutation(rig.tensor.shape[1])[: pages * _PAGE].reshape(pages, _PAGE)
+            given: dict[str, Any] = {"host_slots": slots, "device_slots": rows}
+            stored = engine.store(TransferPlan.store(rig.geometry, **given))
+            stored.wait()
+            loaded = engine.load(TransferPlan.load(rig.geometry, **given))
+            loaded.wait()
+            assert (stored.verified_pages, loaded.verified_pages) == (pages, pages)
+    rig.check_device({"latent": image})  # what came back is what went, and nothing else moved
 
 
 @pytest.mark.parametrize("path", ["flat", "realign", "grouped"])

@@ -66,7 +66,7 @@ def test_right_movers_pass() -> None:
     for path in {"cpu", "cpu_numpy", "realign"} & set(report.paths):  # the others are particular
         assert report.paths[path].cases == 2 * len(seen)
     assert report.num_bytes == sum(counts.num_bytes for counts in report.paths.values()) > 0
-    known = {"cpu", "cpu_numpy", "flat", "realign", "grouped"}
+    known = {"cpu", "cpu_numpy", "flat", "realign", "grouped", "staged"}
     assert set(report.paths) | set(report.absent) == known
     assert not set(report.paths) & set(report.absent)
 

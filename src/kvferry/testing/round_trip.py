@@ -27,7 +27,7 @@ from kvferry.testing.patterns import (
     write_rows,
 )
 from kvferry.transfer import TransferEngine, TransferPlan
-from kvferry.types import Layout, SlotKind
+from kvferry.types import Layout, Mover, SlotKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,11 +130,18 @@ class RoundTrip:
         return sum(layer.size for layer in self._elements)
 
     def takes(self, path: str) -> bool:
-        """Whether `path` can carry this case at all; only GPU paths are particular."""
+        """Whether `path` can carry this case at all; only GPU paths are particular.
+
+        ``staged`` is the staged mover, with the kernels that it takes; others go direct.
+        """
         if self._memory.device == "cpu":
             return True
+        if path == Mover.STAGED:
+            staging = self._staging_bytes
+            with TransferEngine(self._device, self._host, staging_bytes=staging) as engine:
+                return engine.path == path
         plan = TransferPlan.store(self._geometry, **self._indices(self._sources, "int64"))
-        with TransferEngine(self._device, self._host) as engine:
+        with TransferEngine(self._device, self._host, mover=Mover.DIRECT) as engine:
             decisions = engine.explain(plan).values()
         return {
             "flat": all(decision.flat.eligible for decision in decisions),
@@ -150,7 +157,7 @@ class RoundTrip:
         self._memory.fill(self._before)
         self._poison_host()
         plan = TransferPlan.store(self._geometry, **self._indices(self._sources, index_type))
-        with TransferEngine(self._device, self._host, path=path) as engine:
+        with self._engine(path) as engine:
             began = time.perf_counter()
             handle = engine.store(plan)
             handle.wait()
@@ -168,7 +175,7 @@ class RoundTrip:
         """
         self._memory.fill()
         plan = TransferPlan.load(self._geometry, **self._indices(self._targets, index_type))
-        with TransferEngine(self._device, self._host, path=path) as engine:
+        with self._engine(path) as engine:
             began = time.perf_counter()
             handle = engine.load(plan)
             handle.wait()
@@ -183,6 +190,18 @@ class RoundTrip:
             self._check_host("host pool after the load")
             self._load_damaged(engine, plan)
         return seconds
+
+    @property
+    def _staging_bytes(self) -> int:
+        """Room for a page at a time, so that a few pages go through it again and again."""
+        return 2 * self._geometry.slot_bytes(self._plane.slot_kind) + (1 << 16)
+
+    def _engine(self, path: str) -> TransferEngine:
+        if path == Mover.STAGED:
+            return TransferEngine(
+                self._device, self._host, mover=path, staging_bytes=self._staging_bytes
+            )
+        return TransferEngine(self._device, self._host, path=path)
 
     def close(self) -> None:
         """Give the host pool's memory back."""
@@ -343,5 +362,6 @@ def _device_rows(
 
 
 def _check_path(found: str, wanted: str) -> None:
-    if found != wanted:
+    taken = found.partition(" ")[0] if wanted == Mover.STAGED else found
+    if taken != wanted:
         raise AssertionError(f"the transfer took path {found}, not {wanted}")

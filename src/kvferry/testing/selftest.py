@@ -18,8 +18,8 @@ from kvferry.errors import ConfigError, KVFerryError
 from kvferry.testing.layouts import DeviceLayout
 from kvferry.testing.patterns import GuardedBuffer
 from kvferry.testing.round_trip import DeviceMemory, RoundTrip
-from kvferry.transfer import available_cpu_paths, available_gpu_paths
-from kvferry.types import Direction, Layout, SlotKind
+from kvferry.transfer import available_cpu_paths, available_gpu_paths, staging_is_disabled
+from kvferry.types import Direction, Layout, Mover, SlotKind
 
 __all__ = [
     "PathCounts",
@@ -42,7 +42,7 @@ _OWN_POOL = "host_pool"
 _HOST_LAYOUTS = (_OWN_POOL, *(layout.value for layout in Layout))
 _INDEX_TYPES = ("int32", "int64")
 _SHOWN_FAILURES = 20
-_KNOWN_PATHS = ("cpu", "cpu_numpy", "flat", "realign", "grouped")
+_KNOWN_PATHS = ("cpu", "cpu_numpy", "flat", "realign", "grouped", "staged")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,10 @@ def _devices() -> tuple[_Device, ...]:
         return (host,)
     from kvferry.testing.device_memory import GuardedDeviceBuffer
 
-    return (host, _Device(GuardedDeviceBuffer, tuple(path.value for path in gpu_paths)))
+    names = [path.value for path in gpu_paths]
+    if not staging_is_disabled():
+        names.append(Mover.STAGED.value)
+    return (host, _Device(GuardedDeviceBuffer, tuple(names)))
 
 
 def selftest_cases(*, quick: bool = False) -> Iterator[SelfTestCase]:

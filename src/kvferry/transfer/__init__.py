@@ -10,6 +10,7 @@ from kvferry.transfer.paths import (
     available_cpu_paths,
     available_gpu_paths,
     disabled_gpu_paths,
+    staging_is_disabled,
 )
 from kvferry.transfer.plan import TransferPlan
 from kvferry.transfer.profile import BUILT_IN, DeviceProfile
@@ -42,4 +43,5 @@ __all__ = [
     "find_profile",
     "load_profile",
     "save_profile",
+    "staging_is_disabled",
 ]
