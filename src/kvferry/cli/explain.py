@@ -1,4 +1,4 @@
-"""``kvferry explain``: which GPU path carries an element of some size, and why."""
+"""``kvferry explain``: which GPU path carries an element, or how a whole transfer goes, and why."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import argparse
 import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
+
+from kvferry.cli.explain_plan import OF_A_PLAN, add_plan_options, run_plan
+from kvferry.cli.geometry_options import add_geometry_options, given_options
+from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvferry.kernels import CopyDecision, GroupedAnswer
@@ -17,6 +21,8 @@ examples:
   kvferry explain --element-size 576
   kvferry explain --element-size 132 --page-size 64
   kvferry explain --element-size 656 --unroll 8 --json
+  kvferry explain --plan config.json --tokens 12288
+  kvferry explain --plan --element-size 656 --layers 61 --tokens 12288 --host-run 1
 """
 
 _GROUPED_FIELDS = ("unroll", "threads", "bytes_per_thread", "package", "packages_per_thread")
@@ -33,7 +39,10 @@ def add_parser(
             "Show which GPU path carries elements of some size between dense pools, what the other "
             "paths would do, and why. Loads and stores choose alike. What KVFERRY_DISABLE_PATHS "
             "switches off is left out, and digests count as on. Padded or misaligned pools may "
-            "choose another path; the handle of a transfer names the one that it took."
+            "choose another path; the handle of a transfer names the one that it took. With "
+            "--plan, show how a transfer of all planes goes: which mover carries it and why, how "
+            "long each way would take, in which steps, copies and kernels. Copies of many pages in "
+            "one call are counted as there, which takes a driver of CUDA 12.8. No GPU is needed."
         ),
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -42,7 +51,6 @@ def add_parser(
         "--element-size",
         type=int,
         metavar="BYTES",
-        required=True,
         help="what one token keeps in one layer of one plane",
     )
     parser.add_argument(
@@ -51,20 +59,31 @@ def add_parser(
         metavar="U",
         help="ask for grouped, with 32 / U threads an element: 1, 2, 4, 8, 16 or 32 (not asked)",
     )
-    # Named and bounded as the library names it; the default is one token on its own.
-    parser.add_argument(
-        "--page-size",
-        type=int,
-        metavar="TOKENS",
-        help="tokens that keep neighbouring slots on both sides (1)",
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--plan", action="store_true", help="show how a whole transfer goes")
+    # The default of a page is one token on its own, and that of --plan the geometry's.
+    add_geometry_options(
+        parser.add_argument_group("a geometry, with --plan"),
+        optional=True,
+        page_size="tokens a host page (64); without --plan, tokens that keep neighbouring slots on "
+        "both sides (1)",
+    )
+    add_plan_options(parser.add_argument_group("a transfer, with --plan"))
+    parser.set_defaults(complain=parser.error)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print which path carries elements of ``args.element_size`` bytes."""
-    from kvferry.errors import ConfigError
+    """Print which path carries elements of ``args.element_size`` bytes, or a plan's route."""
+    if args.plan:
+        if args.unroll is not None:
+            raise ConfigError("--unroll asks for a kernel, and --plan tells which one is taken")
+        return run_plan(args)
+    misplaced = [_named(name) for name in given_options(args, OF_A_PLAN)]
+    if misplaced:
+        raise ConfigError(f"{', '.join(misplaced)}: with --plan only")
+    if args.element_size is None:
+        args.complain("--element-size is needed, or --plan with a geometry")
     from kvferry.kernels import MAX_ROWS, refused_paths, resolve_copy
     from kvferry.transfer import disabled_gpu_paths
 
@@ -78,6 +97,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(_told(decision)))
     return 0
+
+
+def _named(argument: str) -> str:
+    return "CONFIG" if argument == "config" else f"--{argument.replace('_', '-')}"
 
 
 def _described(decision: CopyDecision) -> dict[str, Any]:

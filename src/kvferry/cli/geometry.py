@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvferry.cli.geometry_options import add_geometry_options, read_geometry
 from kvferry.cli.json_text import json_text
-from kvferry.errors import GeometryError
 
 __all__ = ["add_parser", "run"]
 
-# What --json adds to a geometry. It follows from the planes, so it is passed over when the output
-# of one run is the input of another.
-_DERIVED = (
-    *("bytes_per_token", "page_bytes", "slot_bytes", "state_bytes", "state_slot_bytes"),
-    *("fingerprint", "assumed"),
-)
 _WIDTH = 100
-_OF_A_MODEL = ("tp", "tp_rank", "pp", "pp_rank", "kv_dtype", "draft_layers", "override")
 
 _EXPLAINED = """\
 kv dtypes (other spellings: bfloat16, float16, half, float32, float, fp8, fp8_e4m3fn, float8_...):
@@ -53,89 +45,20 @@ def add_parser(
         epilog=_EXPLAINED,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "config",
-        metavar="CONFIG",
-        help="a Hugging Face config.json, the folder that holds it, or a JSON file with planes",
-    )
-    # Defaults stand in the library. None here tells an option that was not given.
-    parser.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks (1)")
-    parser.add_argument("--tp-rank", type=int, metavar="R", help="this rank (0)")
-    parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages (1)")
-    parser.add_argument("--pp-rank", type=int, metavar="R", help="this stage (0)")
-    parser.add_argument(
-        "--kv-dtype", metavar="DTYPE", help="how the cache keeps its values; see below (auto)"
-    )
-    parser.add_argument("--page-size", type=int, metavar="TOKENS", help="tokens a page (64)")
-    parser.add_argument(
-        "--draft-layers",
-        metavar="HOW",
-        help="none, layers (more layers of the same planes) or planes (their own) (none)",
-    )
-    parser.add_argument(
-        "--override",
-        action="append",
-        metavar="FIELD=JSON",
-        help="put this in place of a field of the config, null to take it away; may be repeated",
-    )
+    add_geometry_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the geometry of ``args.config``."""
-    from kvferry.geometry import load_config
-
-    told = load_config(args.config)
-    given = {name: getattr(args, name) for name in (*_OF_A_MODEL, "page_size")}
-    options = {name: value for name, value in given.items() if value is not None}
-    described = _by_hand(told, options) if "planes" in told else _of_model(told, options)
+    geometry, assumed = read_geometry(args)
+    described = _described(geometry, assumed)
     if args.json:
         print(json_text(described))
     else:
         print("\n".join(_table(described)))
     return 0
-
-
-def _by_hand(told: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    from kvferry.geometry import Geometry
-
-    misplaced = [f"--{name.replace('_', '-')}" for name in _OF_A_MODEL if name in options]
-    if misplaced:
-        raise GeometryError(
-            f"{', '.join(misplaced)}: planes given by hand are those of one rank already; "
-            f"only --page-size applies to them"
-        )
-    page_size = options.get("page_size", told.get("page_size"))
-    kept = {name: value for name, value in told.items() if name not in _DERIVED}
-    if page_size is not None:
-        kept["page_size"] = page_size
-    # Planes that a model's config gave are no surer for having been saved.
-    assumed = told.get("assumed", [])
-    if not isinstance(assumed, list) or not all(isinstance(one, str) for one in assumed):
-        raise GeometryError(f"assumed must be a list of texts, not {assumed!r}")
-    return _described(Geometry.from_dict(kept), assumed)
-
-
-def _of_model(told: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    from kvferry.geometry import read_hf_config
-
-    kwargs = dict(options)
-    overrides = dict(_override(text) for text in kwargs.pop("override", ()))
-    reading = read_hf_config(told, overrides=overrides, **kwargs)
-    return _described(reading.geometry, list(reading.assumed))
-
-
-def _override(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise GeometryError(f"--override {text!r} must be FIELD=JSON, such as head_dim=128")
-    try:
-        return name, json.loads(value)
-    except ValueError as bad:
-        raise GeometryError(
-            f"--override {text!r}: {value!r} is not JSON ({bad}); quote text as '\"bfloat16\"'"
-        ) from bad
 
 
 def _described(geometry: Any, assumed: list[str]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from kvferry.transfer.profile_store import (
     load_profile,
     save_profile,
 )
+from kvferry.transfer.route_preview import KernelUse, RoutePreview, preview_route
 
 __all__ = [
     "BUILT_IN",
@@ -30,7 +31,9 @@ __all__ = [
     "DeviceRows",
     "FoundProfile",
     "HostPages",
+    "KernelUse",
     "Measured",
+    "RoutePreview",
     "SavedProfile",
     "TransferEngine",
     "TransferHandle",
@@ -42,6 +45,7 @@ __all__ = [
     "disabled_gpu_paths",
     "find_profile",
     "load_profile",
+    "preview_route",
     "save_profile",
     "staging_is_disabled",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from kvferry.errors import ConfigError
@@ -10,11 +11,12 @@ from kvferry.transfer.staging import Place, place_of
 from kvferry.types import Mover
 
 if TYPE_CHECKING:
+    from kvferry.geometry import LayerView, Span
     from kvferry.transfer.host_pages import HostPages
     from kvferry.transfer.plan import TransferPlan
     from kvferry.transfer.profile import DeviceProfile
 
-__all__ = ["Router", "check_staging_bytes"]
+__all__ = ["Router", "check_staging_bytes", "host_places", "planned_count"]
 
 _MAX_ROUTES = 1024
 
@@ -68,7 +70,7 @@ class Router:
 
     def route(self, plan: TransferPlan) -> Route:
         """How `plan` is carried."""
-        pages, runs = _power_down(plan.num_pages), _power_down(len(plan.host_runs))
+        pages, runs = planned_count(plan.num_pages), planned_count(len(plan.host_runs))
         key = (plan.direction, pages, runs, *plan.spans_key)
         found = self._routes.get(key)
         if found is None:
@@ -92,7 +94,7 @@ class Router:
         """How `plan` is carried in a graph, which holds no ring of staging memory."""
         return plan_route(
             plan.spans,
-            num_pages=_power_down(plan.num_pages),
+            num_pages=planned_count(plan.num_pages),
             num_runs=1,
             direction=plan.direction,
             profile=self.profile,
@@ -110,11 +112,27 @@ def check_staging_bytes(host: HostPages, staging_bytes: int) -> None:
 
 
 def _places(host: HostPages, capacity: int) -> tuple[dict[int, Place], str]:
-    """Where every span lies, or why nothing can be staged."""
+    return host_places(
+        host.geometry.spans(host.kind),
+        lambda span: host.view.view(span.plane.name, span.layer),
+        capacity,
+    )
+
+
+def host_places(
+    spans: Iterable[Span], view_of: Callable[[Span], LayerView], capacity: int
+) -> tuple[dict[int, Place], str]:
+    """Where each of `spans` lies on the host, or why nothing can be staged.
+
+    Args:
+        spans: All of a page.
+        view_of: Where the rows of each lie on the host.
+        capacity: Bytes of staging that one piece may take.
+    """
     places: dict[int, Place] = {}
     layer_bytes: dict[int, int] = {}
-    for span in host.geometry.spans(host.kind):
-        view = host.view.view(span.plane.name, span.layer)
+    for span in spans:
+        view = view_of(span)
         place = place_of(view, span.rows)
         if place is None:
             return {}, (
@@ -136,5 +154,6 @@ def _places(host: HostPages, capacity: int) -> tuple[dict[int, Place], str]:
     return places, ""
 
 
-def _power_down(count: int) -> int:
+def planned_count(count: int) -> int:
+    """What `count` pages or runs count as in a route: the power of two below; 0 for none."""
     return 1 << (count.bit_length() - 1) if count else 0

@@ -1,0 +1,268 @@
+"""``kvferry explain --plan``: the route of a transfer, in words and JSON, without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvferry.cli.geometry_options import OF_A_MODEL, given_options, read_geometry
+from kvferry.cli.json_text import json_text
+from kvferry.errors import ConfigError, DriverError, MissingDependencyError
+from kvferry.types import Direction, Layout, Mover
+
+if TYPE_CHECKING:
+    from kvferry.geometry import Geometry
+    from kvferry.transfer import DeviceProfile, RoutePreview
+
+__all__ = ["OF_A_PLAN", "add_plan_options", "run_plan"]
+
+OF_A_PLAN = (
+    *("config", *OF_A_MODEL, "layers", "tokens", "device_run", "host_run", "host_layout"),
+    *("direction", "staging_mib", "mover", "profile"),
+)
+"""Names of the arguments that go with ``--plan`` alone."""
+
+_WIDTH = 100
+_HEAD = 11
+_MOST_TOKENS = 1 << 40
+_MOST_MIB = 1 << 20
+
+
+def add_plan_options(parser: argparse._ActionsContainer) -> None:
+    """Add what tells a transfer, but for its geometry. None: it was not given."""
+    for name, metavar, what in (
+        ("--layers", "L", "with --element-size: how many layers"),
+        ("--tokens", "N", "how many move; whole pages do"),
+        ("--device-run", "TOKENS", "tokens that keep neighbouring slots on the device (1)"),
+        ("--host-run", "PAGES", "pages that keep neighbouring slots on the host (all)"),
+        ("--staging-mib", "MIB", "device memory of each direction for staging (64)"),
+    ):
+        parser.add_argument(name, type=int, metavar=metavar, help=what)
+    parser.add_argument(
+        "--host-layout", metavar="LAYOUT", help=f"{', '.join(Layout)} ({Layout.PAGE_MAJOR})"
+    )
+    parser.add_argument("--direction", metavar="WAY", help=f"{' or '.join(Direction)} (both)")
+    parser.add_argument("--mover", metavar="MOVER", help=f"{' or '.join(Mover)} (the faster)")
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="figures of a device, as kvferry calibrate keeps or prints them (those of GPU 0 "
+        "here, else the built-in ones)",
+    )
+
+
+class _Asked(NamedTuple):
+    """A transfer, and what it is planned with."""
+
+    geometry: Geometry
+    tokens: int
+    layout: Layout
+    device_run: int
+    profile: DeviceProfile
+    profile_from: str
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Print which mover carries a transfer, why, in which steps, and how long it takes."""
+    from kvferry.transfer import preview_route
+
+    geometry = _geometry(args)
+    if args.tokens is None:
+        raise ConfigError("--plan needs --tokens: how many move")
+    tokens = _count(args, "tokens", 1, 1, _MOST_TOKENS)
+    host_run = None if args.host_run is None else _count(args, "host_run", 1, 1, _MOST_TOKENS)
+    staging_mib = _count(args, "staging_mib", 64, 0, _MOST_MIB)
+    device_run = _count(args, "device_run", 1, 1, _MOST_TOKENS)
+    layout = _member(Layout, "--host-layout", args.host_layout) or Layout.PAGE_MAJOR
+    only = _member(Direction, "--direction", args.direction)
+    mover = _member(Mover, "--mover", args.mover)
+    asked = _Asked(geometry, tokens, layout, device_run, *_profile(args.profile))
+    previews = [
+        preview_route(
+            geometry,
+            direction,
+            num_pages=-(-tokens // geometry.page_size),
+            profile=asked.profile,
+            host_run=host_run,
+            device_run=device_run,
+            host_layout=layout,
+            staging_bytes=staging_mib << 20,
+            mover=mover,
+        )
+        for direction in ([only] if only else Direction)
+    ]
+    if args.json:
+        print(json_text(_described(asked, staging_mib << 20, previews)))
+    else:
+        print("\n".join(_told(asked, previews)))
+    return 0
+
+
+def _geometry(args: argparse.Namespace) -> Geometry:
+    from kvferry.geometry import DEFAULT_PAGE_SIZE, Geometry, Plane
+
+    by_size = args.element_size is not None or args.layers is not None
+    if args.config is not None and by_size:
+        raise ConfigError("give CONFIG, or --element-size with --layers; not both")
+    if args.config is not None:
+        return read_geometry(args)[0]
+    if args.element_size is None or args.layers is None:
+        raise ConfigError("--plan needs a geometry: CONFIG, or --element-size with --layers")
+    misplaced = [_flag(name) for name in given_options(args, OF_A_MODEL)]
+    if misplaced:
+        raise ConfigError(f"{', '.join(misplaced)}: with a model's CONFIG only")
+    page_size = DEFAULT_PAGE_SIZE if args.page_size is None else args.page_size
+    plane = Plane(name="kv", num_layers=args.layers, element_size=args.element_size)
+    return Geometry(planes=(plane,), page_size=page_size)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _count(args: argparse.Namespace, name: str, default: int, low: int, high: int) -> int:
+    value = default if getattr(args, name) is None else int(getattr(args, name))
+    if not low <= value <= high:
+        raise ConfigError(f"{_flag(name)} must be from {low} to {high:,}, not {value:,}")
+    return value
+
+
+def _member(kind: Any, flag: str, given: str | None) -> Any:
+    if given is not None and given not in list(kind):
+        raise ConfigError(f"{flag} {given!r} is none of {', '.join(kind)}")
+    return None if given is None else kind(given)
+
+
+def _profile(file: str | None) -> tuple[DeviceProfile, str]:
+    """The figures to plan with, and where they are from."""
+    from kvferry.kernels.jit import process_loader
+    from kvferry.transfer import BUILT_IN, find_profile
+
+    if file is not None:
+        return _saved_profile(Path(file)), file
+    try:
+        driver = process_loader().driver
+        if driver.num_devices < 1:
+            return BUILT_IN, "there is no GPU here"
+        found = find_profile(driver.context(0))
+    except (MissingDependencyError, DriverError):  # `kvferry doctor` tells which
+        return BUILT_IN, "no GPU can be used here"
+    if found.path is not None:
+        return found.profile, f"GPU 0, {found.path}"
+    return found.profile, found.reason or "nobody calibrated GPU 0; run kvferry calibrate"
+
+
+def _saved_profile(path: Path) -> DeviceProfile:
+    """What a file of the cache folder, or the output of ``kvferry calibrate --json``, tells."""
+    from kvferry.transfer import DeviceProfile
+
+    try:
+        told = json.loads(path.read_bytes())
+    except ValueError as bad:  # also text that is not UTF-8
+        raise ConfigError(f"--profile {path}: it is not JSON ({bad})") from bad
+    try:
+        return DeviceProfile.from_dict(
+            told.get("profile", told) if isinstance(told, dict) else told
+        )
+    except ConfigError as bad:
+        raise ConfigError(f"--profile {path}: {bad}") from bad
+
+
+def _described(
+    asked: _Asked, staging_bytes: int, previews: Sequence[RoutePreview]
+) -> dict[str, Any]:
+    return {
+        "geometry": {**asked.geometry.to_dict(), "fingerprint": asked.geometry.fingerprint},
+        "tokens": asked.tokens,
+        "page_size": asked.geometry.page_size,
+        "device_run": asked.device_run,
+        "host_layout": asked.layout.value,
+        "staging_bytes": staging_bytes,
+        "profile": {"from": asked.profile_from, **asked.profile.to_dict()},
+        "routes": [preview.to_dict() for preview in previews],
+    }
+
+
+def _told(asked: _Asked, previews: Sequence[RoutePreview]) -> Iterator[str]:
+    yield from _wrapped("profile", f"{asked.profile.source} ({asked.profile_from})")
+    for preview in previews:
+        yield ""
+        yield from _told_of(asked, preview)
+
+
+def _told_of(asked: _Asked, preview: RoutePreview) -> Iterator[str]:
+    route = preview.route
+    yield from _wrapped(
+        preview.direction.value,
+        f"{_many(asked.tokens, 'token')} in {_many(preview.num_pages, 'page')} of "
+        f"{asked.geometry.page_size:,}, {_size(preview.num_bytes)}, in "
+        f"{_many(preview.num_runs, 'run')} of neighbouring {asked.layout.value} host pages",
+    )
+    if (preview.num_pages, preview.num_runs) != (preview.planned_pages, preview.planned_runs):
+        yield from _wrapped(
+            "planned as",
+            f"{_many(preview.planned_pages, 'page')} in {_many(preview.planned_runs, 'run')}: "
+            f"counts are rounded down to powers of two, so that there are few routes",
+        )
+    yield from _wrapped("mover", route.mover.value)
+    yield from _wrapped("why", route.reason)
+    widest = max(len(way) for way in preview.seconds)
+    for number, (way, seconds) in enumerate(preview.seconds.items()):
+        rate = preview.num_bytes / seconds / 1e9
+        head = "" if number else "estimated"
+        yield f"{head:<{_HEAD}}{way:<{widest}}  {seconds * 1e3:9,.3f} ms  {rate:5.1f} GB/s"
+    yield from _wrapped("steps", f"of {_runs([f'{size:,}' for size in route.sizes])} layers")
+    if route.mover is Mover.STAGED:
+        widths = (
+            " + ".join(_times(f"{band.width:,}" for band in group.bands)) for group in route.groups
+        )
+        yield from _wrapped("copies of", f"{_runs(list(widths))} bytes a page")
+        yield from _wrapped("copy calls", _calls(preview))
+    for one in preview.kernels:
+        kernel, layers = one.kernel or "none", _many(len(one.layers), "layer")
+        reason = one.reason.removeprefix(f"{kernel}: ")
+        yield from _wrapped("kernel", f"{kernel} for {one.plane}, {layers}: {reason}")
+
+
+def _calls(preview: RoutePreview) -> str:
+    batches = preview.num_batches
+    strided = preview.num_copy_calls - batches
+    kinds = [f"{strided:,} strided"] * (strided > 0) + [f"{batches:,} of many pages"] * (
+        batches > 0
+    )
+    return (
+        f"{preview.num_copy_calls:,} ({', '.join(kinds)}), in "
+        f"{_many(preview.num_pieces, 'piece')} of staging"
+    )
+
+
+def _runs(texts: Sequence[str]) -> str:
+    return ", ".join(_times(texts))
+
+
+def _times(texts: Any) -> Iterator[str]:
+    """The texts, with a count in place of equal neighbours."""
+    for text, same in itertools.groupby(texts):
+        count = len(list(same))
+        yield text if count == 1 else f"{count} x {text}"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
+def _size(num_bytes: int) -> str:
+    for power, unit in ((9, "GB"), (6, "MB"), (3, "KB")):
+        if num_bytes >= 10**power:
+            return f"{num_bytes / 10**power:,.1f} {unit}"
+    return _many(num_bytes, "byte")
+
+
+def _wrapped(head: str, text: str) -> Iterator[str]:
+    for number, line in enumerate(textwrap.wrap(text, _WIDTH - _HEAD)):
+        yield f"{'' if number else head:<{_HEAD}}{line}"
