@@ -162,6 +162,7 @@ def preview_route(
     num_runs = -(-num_pages // run)
     planned = planned_count(num_pages), planned_count(num_runs)
     route = route_of(*planned)
+    kernels = _kernels(route, views, spans, num_pages, device_run)
     copies = list(_copies(route, num_pages, run, capacity, direction))
     return RoutePreview(
         direction=direction,
@@ -175,7 +176,7 @@ def preview_route(
         num_pieces=len(copies),
         num_copy_calls=sum(calls for calls, _ in copies),
         num_batches=sum(many for _, many in copies),
-        kernels=_kernels(route, views, spans, num_pages, device_run),
+        kernels=kernels,
     )
 
 
