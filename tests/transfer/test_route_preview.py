@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 from tests.transfer.device_rig import PAGE, DeviceRig, latent
@@ -140,7 +141,8 @@ def test_staging_that_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_no_engine_takes_is_refused() -> None:
     """Counts below 1, geometries of states alone, and more pages than kernels take at once."""
-    for given in ({"num_pages": 0}, {"host_run": 0}, {"device_run": -1}):
+    wrong: list[dict[str, Any]] = [{"num_pages": 0}, {"host_run": 0}, {"device_run": -1}]
+    for given in wrong:
         with pytest.raises(PlanError, match="must be 1 or more"):
             preview_route(latent(), Direction.LOAD, profile=BUILT_IN, **{"num_pages": 1, **given})
     with pytest.raises(PlanError, match="must be 0 or more"):
