@@ -230,7 +230,8 @@ def _copies(
         group = route.groups[piece.group]
         runs = (piece.first_page + piece.num_pages - 1) // run - piece.first_page // run + 1
         calls = runs * len(group.bands)
-        many = calls > 1 and calls * _BYTES_WORTH_A_CALL > piece.num_pages * group.width
+        several = run < num_pages and calls > 1
+        many = several and calls * _BYTES_WORTH_A_CALL > piece.num_pages * group.width
         yield (1, True) if many else (calls, False)
 
 
