@@ -36,7 +36,7 @@ _DISABLE_PATHS = Variable(
     kind="comma-separated names",
     default="(none)",
     meaning="transfer paths not to use, for a bad day in production: `cpu`, `cpu_numpy`, `flat`, "
-    "`realign`, `grouped`",
+    "`realign`, `grouped`, `staged`",
 )
 
 _CACHE_DIR = Variable(
