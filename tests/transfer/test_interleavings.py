@@ -37,7 +37,7 @@ _GEOMETRIES = {"one plane": latent(576, 7), "two planes": _TWO_PLANES, "small": 
 @pytest.fixture(autouse=True)
 def _short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of a store and the last of a load are of one page."""
-    monkeypatch.setattr(movers, "_SHORT_PIECE_BYTES", 1)
+    monkeypatch.setattr(movers, "SHORT_PIECE_BYTES", 1)
 
 
 each_geometry = pytest.mark.parametrize("geometry", _GEOMETRIES.values(), ids=_GEOMETRIES)
@@ -131,8 +131,8 @@ def test_both_movers_at_once(
         for _ in range(6)
     ]
     gpu.interleave(seed)
-    movers = {handle.route.mover for handle in handles}  # type: ignore[attr-defined]
-    assert movers == {Mover.DIRECT, Mover.STAGED}
+    taken = {handle.route.mover for handle in handles if handle.route is not None}
+    assert taken == {Mover.DIRECT, Mover.STAGED}
     for handle in handles:
         handle.wait()
         assert handle.verified_pages == handle.plan.num_pages

@@ -12,7 +12,7 @@ from tests.transfer.fake_gpu import FakeGpu
 
 from kvferry.errors import PlanError
 from kvferry.geometry import Geometry, HitRule, Plane
-from kvferry.transfer import BUILT_IN, TransferPlan, host_copies, preview_route, route_preview
+from kvferry.transfer import BUILT_IN, TransferPlan, preview_route, staging
 from kvferry.types import Direction, Layout, Mover
 
 _TWO_PLANES = Geometry(
@@ -45,12 +45,11 @@ def test_an_engine_does_what_its_preview_says(
     worth: int,
 ) -> None:
     """Mover, steps, widths, kernels, copy calls and pieces are those of a transfer."""
-    for module in (host_copies, route_preview):
-        monkeypatch.setattr(module, "_BYTES_WORTH_A_CALL", worth)
+    monkeypatch.setattr(staging, "_BYTES_WORTH_A_CALL", worth)
     gpu.batches = True  # previews count copies of many pages as there
     rig = DeviceRig(gpu, geometry, num_slots=24, registered=registered)
-    staging, profile = 3 * geometry.slot_bytes(), dataclasses.replace(BUILT_IN, launch_seconds=1e-9)
-    engine = rig.engine(staging_bytes=staging, profile=profile)
+    staging_bytes, profile = 3 * geometry.slot_bytes(), dataclasses.replace(BUILT_IN, launch_seconds=1e-9)
+    engine = rig.engine(staging_bytes=staging_bytes, profile=profile)
     slots, rows = _slots(12, run), rig.rows(12)
     for direction in (Direction.STORE, Direction.LOAD):
         told = preview_route(
@@ -60,7 +59,7 @@ def test_an_engine_does_what_its_preview_says(
             profile=profile,
             host_run=run,
             host_layout=Layout.LAYER_FIRST if registered else Layout.PAGE_MAJOR,
-            staging_bytes=staging,
+            staging_bytes=staging_bytes,
             mover=Mover(gpu.mover or ""),
         )
         plan = TransferPlan.build(geometry, direction, host_slots=slots, device_slots=rows)

@@ -39,7 +39,7 @@ class DeviceTransfer(TransferHandle):
         on_done: Callable[[DeviceTransfer, CommandBuffer, Sequence[Event]], None],
     ) -> None:
         self.plan = plan
-        self.route = route
+        self.route: Route = route
         self.layers: dict[int, Event] = {}
         """By model layer: where its bytes are there, and its rows may be written again."""
 

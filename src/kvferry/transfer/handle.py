@@ -7,6 +7,7 @@ import dataclasses
 
 from kvferry.errors import TransferError, TransferFaultError
 from kvferry.transfer.plan import TransferPlan
+from kvferry.transfer.route import Route
 
 __all__ = ["DEFAULT_TIMEOUT_SECS", "CompletedTransfer", "TransferHandle"]
 
@@ -23,6 +24,8 @@ class TransferHandle(abc.ABC):
     """
 
     plan: TransferPlan
+    route: Route | None = None
+    """Which mover carries it on a GPU, in which steps, and why; None in host memory."""
 
     def __repr__(self) -> str:
         told = f"path={self.path!r}, {self.plan.direction.value}, pages={self.plan.num_pages}"

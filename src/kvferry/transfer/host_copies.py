@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvferry.errors import DriverTooOldError
 from kvferry.kernels.jit import PieceCopy, RowCopy
-from kvferry.transfer.staging import cut_copy
+from kvferry.transfer.staging import cut_copy, wants_one_call
 from kvferry.types import Direction
 
 if TYPE_CHECKING:
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from kvferry.transfer.staging import Group, Piece
 
 __all__ = ["HostCopies"]
-
-# A call pauses the copy engine for 3 us: here 1 % of what it carries. Pieces of one call do not.
-_BYTES_WORTH_A_CALL = 16 << 20
 
 _ONE_RUN = range(1)
 _Numbers = NDArray[np.int64]
@@ -72,8 +69,7 @@ class HostCopies:
         first = bisect.bisect_right(runs, piece.first_page, key=lambda run: run.first_page) - 1
         last = bisect.bisect_left(runs, end, lo=first, key=lambda run: run.first_page)
         num_calls = (last - first) * len(group.bands)
-        many = num_calls * _BYTES_WORTH_A_CALL > piece.num_pages * group.width
-        if self._pieces is not None and num_calls > 1 and many:
+        if self._pieces is not None and wants_one_call(num_calls, piece.num_pages * group.width):
             self._copy_pages(self._pieces, plan, piece, group, staging, stream)
         else:
             self._copy_runs(plan, piece, group, staging, stream, range(first, last))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.kernels.jit import Event, Stream
 from kvferry.transfer.host_copies import HostCopies
-from kvferry.transfer.staging import pieces_of
+from kvferry.transfer.staging import SHORT_PIECE_BYTES, pieces_of
 from kvferry.transfer.staging_ring import StagingRing
 from kvferry.types import Direction
 
@@ -26,8 +26,6 @@ __all__ = ["DEFAULT_STAGING_BYTES", "StagedMover", "Streams", "launch_direct"]
 DEFAULT_STAGING_BYTES = 64 << 20
 """Of one direction."""
 
-# The shortest last piece of a load and first of a store: its relayout is beside no copy.
-_SHORT_PIECE_BYTES = 4 << 20
 _MAX_CUTS = 256
 
 
@@ -190,7 +188,7 @@ class StagedMover:
                 route.groups,
                 plan.num_pages,
                 capacity=self._capacity,
-                smallest=_SHORT_PIECE_BYTES,
+                smallest=SHORT_PIECE_BYTES,
                 first_is_short=plan.direction is Direction.STORE,
             )
             # With its route, so that no other gets its id meanwhile.

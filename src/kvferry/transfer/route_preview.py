@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvferry.errors import PlanError
 from kvferry.geometry import LayerView, layer_order
 from kvferry.kernels import decide_span, pages_per_launch, span_args
-from kvferry.transfer.host_copies import _BYTES_WORTH_A_CALL
-from kvferry.transfer.movers import _SHORT_PIECE_BYTES, DEFAULT_STAGING_BYTES
+from kvferry.transfer.movers import DEFAULT_STAGING_BYTES
 from kvferry.transfer.paths import disabled_gpu_paths, staging_is_disabled
 from kvferry.transfer.route import Route, plan_route
 from kvferry.transfer.router import host_places, planned_count
-from kvferry.transfer.staging import Place, pieces_of
+from kvferry.transfer.staging import SHORT_PIECE_BYTES, Place, pieces_of, wants_one_call
 from kvferry.types import Direction, Layout, Mover, SlotKind
 
 if TYPE_CHECKING:
@@ -224,14 +223,13 @@ def _copies(
         route.groups,
         num_pages,
         capacity=capacity,
-        smallest=_SHORT_PIECE_BYTES,
+        smallest=SHORT_PIECE_BYTES,
         first_is_short=direction is Direction.STORE,
     ):
         group = route.groups[piece.group]
         runs = (piece.first_page + piece.num_pages - 1) // run - piece.first_page // run + 1
         calls = runs * len(group.bands)
-        several = run < num_pages and calls > 1
-        many = several and calls * _BYTES_WORTH_A_CALL > piece.num_pages * group.width
+        many = run < num_pages and wants_one_call(calls, piece.num_pages * group.width)
         yield (1, True) if many else (calls, False)
 
 

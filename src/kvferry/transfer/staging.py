@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvferry.geometry import Span
 
 __all__ = [
+    "SHORT_PIECE_BYTES",
     "Band",
     "Group",
     "Piece",
@@ -33,11 +34,16 @@ __all__ = [
     "pieces_of",
     "place_of",
     "runs_of",
+    "wants_one_call",
 ]
 
 _BAND_ALIGNMENT = 256
 # The copy engine's limit on the bytes from one row to the next: CU_DEVICE_ATTRIBUTE_MAX_PITCH.
 _MAX_PITCH = (1 << 31) - 1
+_BYTES_WORTH_A_CALL = 16 << 20
+SHORT_PIECE_BYTES = 4 << 20
+"""The shortest last piece of a load and first of a store: its relayout is beside no copy."""
+
 # Kernels look at no more than whether there are several.
 _VIEWED_PAGES = 2
 
@@ -274,6 +280,15 @@ def cut_copy(
             yield row, 1, offset, part
             offset += part
         row += 1
+
+
+def wants_one_call(num_calls: int, num_bytes: int) -> bool:
+    """Whether pages of a piece had better be copied as pieces of one call than run by run.
+
+    A call pauses the copy engine for 3 us, here more than 1 % of what it carries; pieces of one
+    call do not, but each costs the CPU.
+    """
+    return num_calls > 1 and num_calls * _BYTES_WORTH_A_CALL > num_bytes
 
 
 def runs_of(host_slots: NDArray[np.int64]) -> list[Run]:
