@@ -48,7 +48,8 @@ def test_an_engine_does_what_its_preview_says(
     monkeypatch.setattr(staging, "_BYTES_WORTH_A_CALL", worth)
     gpu.batches = True  # previews count copies of many pages as there
     rig = DeviceRig(gpu, geometry, num_slots=24, registered=registered)
-    staging_bytes, profile = 3 * geometry.slot_bytes(), dataclasses.replace(BUILT_IN, launch_seconds=1e-9)
+    staging_bytes = 3 * geometry.slot_bytes()
+    profile = dataclasses.replace(BUILT_IN, launch_seconds=1e-9)
     engine = rig.engine(staging_bytes=staging_bytes, profile=profile)
     slots, rows = _slots(12, run), rig.rows(12)
     for direction in (Direction.STORE, Direction.LOAD):
