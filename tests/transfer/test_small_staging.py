@@ -35,6 +35,25 @@ def _no_room_beyond_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StagingRing, "take", checked)
 
 
+def test_staging_is_all_there_from_the_start(gpu: FakeGpu) -> None:
+    """Of either direction as much as was asked for, and no more of it however much moves."""
+    rig = DeviceRig(gpu)
+    asked = 3 * rig.geometry.slot_bytes()
+    engine = rig.engine(staging_bytes=asked)
+    rings = 2 if gpu.mover == "staged" else 0
+    assert list(gpu.device_memory.values()).count(asked) == rings
+    first = gpu.holdings["device bytes"]
+    for count in (1, 12, 3):
+        rows = rig.rows(count)
+        rig.store(engine, range(count), rows).wait()
+        rig.load(engine, range(count), rows).wait()
+    assert list(gpu.device_memory.values()).count(asked) == rings
+    assert gpu.holdings["device bytes"] - first < asked  # for tables and indices
+    engine.close()
+    rig.host.close()
+    assert set(gpu.holdings.values()) == {0}
+
+
 @pytest.mark.parametrize("registered", [False, True])
 @pytest.mark.parametrize("layers_of_room", [1, 2.5])
 @pytest.mark.parametrize("geometry", [latent(576, 9), latent(17, 12), _TWO_PLANES], ids=str)

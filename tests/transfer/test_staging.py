@@ -129,6 +129,7 @@ def test_pages_that_have_a_place() -> None:
     assert place_of(_view(block_rows=1, block_stride=10), 2) == Place(_BASE, 20)
     assert place_of(_view(block_rows=2, block_stride=23), 2) == Place(_BASE, 23)
     assert place_of(_view(block_rows=2, block_stride=pitch), 2) == Place(_BASE, pitch)
+    assert place_of(_view(block_stride=0), 2) == Place(_BASE, 20)
     assert place_of(_view(block_stride=0), 8) == Place(_BASE, 80)
 
 
@@ -291,6 +292,14 @@ def test_layers_of_a_layer_first_pool_are_apart(num_slots: int, with_gaps: bool)
     assert _bands(geometry, with_gaps=with_gaps, places=places) == [
         (layer * num_slots * 100, 100) for layer in range(3)
     ]
+
+
+@pytest.mark.parametrize("with_gaps", [False, True])
+def test_a_band_has_one_pitch(with_gaps: bool) -> None:
+    """Neighbours in one slot are none in the next where their slots are not as far apart."""
+    geometry = _planes([100], num_layers=2)
+    places = {0: Place(_BASE, 300), 1: Place(_BASE + 100, 400)}
+    assert _bands(geometry, with_gaps=with_gaps, places=places) == [(0, 100), (100, 100)]
 
 
 def test_views_of_a_group_are_its_rows_in_staging() -> None:
