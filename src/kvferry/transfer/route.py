@@ -82,7 +82,7 @@ def plan_route(
         direction: LOAD or STORE.
         profile: What the device can do.
         places: Of every span on the host; None: it cannot be staged.
-        capacity: Bytes of staging that one piece may take.
+        capacity: Bytes of staging that one piece may take; a page of any layer fits.
         batched: All pages of a piece can be copied in one call; else each run is a call a band.
         why_not_staged: Where `places` is None.
         mover: Take this one; None: the faster.
@@ -121,19 +121,30 @@ def plan_route(
         profile,
         capacity,
     )
-    # Fewest layers a step first, as those are ready earliest; steps that do not fit staging are cut
-    # along their pages.
+
+    def fits(sizes: Sequence[int]) -> bool:
+        groups = _groups(spans, places, sizes, direction)
+        return all(group.pitch <= capacity for group in groups)
+
+    # Fewest layers a step first, as those are ready earliest; steps of which all pages do not fit
+    # staging are cut along their pages, so one page must.
     ways = {
         _growing(num_layers, step, most): None
         for step in _doublings(first, num_layers)
         for most in _doublings(max(step, 1 << (fit.bit_length() - 1)), num_layers)
+    }
+    ways = {sizes: None for sizes in ways if fits(sizes)} or {
+        sizes: None
+        for step in _doublings(1, num_layers)
+        for most in _doublings(step, num_layers)
+        if fits(sizes := _growing(num_layers, step, most))
     }
     took_by_way = {sizes: estimate(sizes) for sizes in ways}
     enough = min(took_by_way.values()) * _CLOSE
     sizes = next(sizes for sizes, took in took_by_way.items() if took <= enough)
     best = (took_by_way[sizes], sizes)
     staged["staged by layers"] = best
-    if direction is Direction.STORE and page_bytes <= capacity:
+    if direction is Direction.STORE and fits((num_layers,)):
         staged["staged by pages"] = (estimate((num_layers,)), (num_layers,))
     seconds |= {name: took for name, (took, _) in staged.items()}
     name = min(reversed(staged), key=lambda one: staged[one][0])

@@ -70,10 +70,11 @@ class StagingRing:
         end = begin + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         # Rooms are live in the order of the ring, so those in the way are the oldest ones.
         while self._live and self._in_the_way(self._live[0], begin, end):
-            before = self._live.popleft()
-            self._spare += (before.filled, before.emptied)
+            before = self._live[0]
             for stream in streams:
                 stream.wait_for(before.emptied)
+            self._live.popleft()  # only now: where a wait is refused, the next must wait, too
+            self._spare += (before.filled, before.emptied)
         while len(self._spare) < 2:
             self._spare.append(Event(self._context))
         room = StagingRoom(begin, end, filled=self._spare.pop(), emptied=self._spare.pop())
