@@ -95,7 +95,12 @@ def test_where_pages_lie_decides_what_can_be_staged(layout: Layout) -> None:
     """page_major and layer_first pools can be staged; token_major ones cannot, and why."""
     geometry = latent(num_layers=61)
     told = preview_route(
-        geometry, Direction.LOAD, num_pages=512, profile=BUILT_IN, host_layout=layout
+        geometry,
+        Direction.LOAD,
+        num_pages=512,
+        profile=BUILT_IN,
+        host_layout=layout,
+        mover=None if layout is Layout.TOKEN_MAJOR else Mover.STAGED,
     )
     if layout is Layout.TOKEN_MAJOR:
         assert told.route.mover is Mover.DIRECT

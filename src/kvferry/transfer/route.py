@@ -182,11 +182,7 @@ def _staged_seconds(
     for group in _groups(spans, places, sizes, direction):
         copying = 0.0
         for band in group.bands:
-            rate = (
-                profile.link[direction]
-                if band.width == band.place.pitch
-                else profile.copy_rate(direction, band.width)
-            )
+            rate = profile.copy_rate(direction, band.width)
             copying += num_pages * band.width / (rate * 1e9)
         num_pieces = -(-num_pages * group.pitch // capacity)
         by_runs = (num_runs + num_pieces - 1) * len(group.bands) * profile.copy_seconds
