@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 _SIZE = 576
 _PAGE = 64
 _ROUNDS = 20
-_LONG_ROUNDS = 10
+_LONG_ROUNDS = 5
 _GIB = 1 << 30
 
 

@@ -48,6 +48,16 @@ def test_a_kernel_is_compiled_alone(name: str) -> None:
     _check(kernel)
 
 
+@pytest.mark.parametrize("arch", _ARCHS)
+@pytest.mark.parametrize("name", ["flat", "realign"])
+def test_a_relayout_leaves_room_for_another_block(name: str, arch: str) -> None:
+    """Two blocks fit on a multiprocessor at once, and nothing is spilled for that."""
+    told = move_kernels.defines(name, relayout=True)
+    (kernel,) = compile_report(KernelSource.packaged("transfer.cu", told), arch).kernels
+    _check(kernel)
+    assert kernel.registers <= _MAX_REGISTERS // move_kernels.RELAYOUT_BLOCKS
+
+
 def test_launches_and_kernels_agree_on_blocks_and_shared_memory() -> None:
     """Threads a block and room a warp are the same on both sides, and fit on every GPU."""
     threads, finish = move_kernels._MOVE_THREADS, move_kernels._FINISH_THREADS

@@ -16,7 +16,7 @@ from kvferry.kernels.copy_config import (
     resolve_grouped,
 )
 from kvferry.kernels.digest import NO_DIGEST, digest_spans, page_seed, span_seeds
-from kvferry.kernels.move_kernels import MoveKernels, page_work
+from kvferry.kernels.move_kernels import RELAYOUT_BLOCKS, MoveKernels, page_work
 from kvferry.kernels.native import NativeMove, NativeView, native_digest, native_library
 from kvferry.kernels.span_decision import decide_span, refused_paths
 from kvferry.kernels.transfer_args import (
@@ -31,6 +31,7 @@ __all__ = [
     "MAX_ROWS",
     "NO_DIGEST",
     "NO_FAULT",
+    "RELAYOUT_BLOCKS",
     "UNROLLS",
     "CopyDecision",
     "CopyPath",

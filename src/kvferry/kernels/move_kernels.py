@@ -9,13 +9,16 @@ from kvferry.kernels.copy_config import CopyPath, GroupedConfig
 from kvferry.kernels.jit import KernelLoader, KernelSource, Module, PreparedLaunch
 from kvferry.kernels.transfer_args import SpanArgs, TransferArgs
 
-__all__ = ["MoveKernels", "page_work"]
+__all__ = ["RELAYOUT_BLOCKS", "MoveKernels", "page_work"]
 
 # What the kernels and the arithmetic here must agree on is defined here and told the compiler.
 _FLAT_DEPTH = 4
 """Loads that a thread of flat has on the way before its first store."""
 _TILE_BYTES = 2048
 """What a warp of realign takes at once."""
+
+RELAYOUT_BLOCKS = 2
+"""Blocks of a relayout that a multiprocessor holds at once."""
 
 # As in csrc/transfer.cu: a larger block would leave too few registers for the loads in flight.
 _MOVE_THREADS = 512
@@ -25,6 +28,7 @@ _WARP_THREADS = 32
 _TILE_ROOM_BYTES = _TILE_BYTES + 32
 
 _MAX_BLOCKS = 1 << 16
+_RELAYOUTS = frozenset({CopyPath.FLAT, CopyPath.REALIGN})
 
 
 def page_work(path: CopyPath, span: SpanArgs) -> int:
@@ -41,12 +45,16 @@ def _items(path: CopyPath, work: int) -> int:
     return -(-work // _FLAT_DEPTH) if path is CopyPath.FLAT else work
 
 
-def defines(kernel: str) -> dict[str, int]:
-    """What the compiler is told to make `kernel`: a `CopyPath`'s value or ``finish``."""
+def defines(kernel: str, *, relayout: bool = False) -> dict[str, int]:
+    """What the compiler is told to make `kernel`: a `CopyPath`'s value or ``finish``.
+
+    `relayout`: between two places on the device, and not over the link.
+    """
     return {
         f"KVFERRY_KERNEL_{kernel.upper()}": 1,
         "KVFERRY_FLAT_DEPTH": _FLAT_DEPTH,
         "KVFERRY_TILE_BYTES": _TILE_BYTES,
+        "KVFERRY_RESIDENT_BLOCKS": RELAYOUT_BLOCKS if relayout else 1,
     }
 
 
@@ -78,28 +86,30 @@ class MoveKernels:
     def __init__(self, loader: KernelLoader, device: int) -> None:
         self._loader = loader
         self._device = device
-        self._launches: dict[str, PreparedLaunch] = {}
+        self._launches: dict[tuple[str, bool], PreparedLaunch] = {}
         self.transfer = TransferArgs()
 
-    def load(self, *paths: CopyPath) -> None:
+    def load(self, *paths: CopyPath, relayout: bool = False) -> None:
         """Compile or load what `paths` need, so that the first transfer does not."""
         for path in paths:
-            self._prepared(path.value)
+            self._prepared(path.value, relayout and path in _RELAYOUTS)
         self._prepared("finish")
 
     def share_out(self, path: CopyPath, page_work: int) -> None:
         """Tell `transfer` what each of its spans is for `path`; 0: it differs between them."""
         self.transfer.items_per_span = _items(path, page_work * self.transfer.num_pages)
 
-    def flat(self, num_blocks: int, stream: Any) -> None:
+    def flat(self, num_blocks: int, stream: Any, *, relayout: bool = False) -> None:
         """Move the spans of `transfer` in wide packages."""
-        self._launch(CopyPath.FLAT.value, num_blocks, stream)
+        self._launch(CopyPath.FLAT.value, num_blocks, stream, relayout)
 
-    def realign(self, num_blocks: int, stream: Any, *, digest_only: bool = False) -> None:
+    def realign(
+        self, num_blocks: int, stream: Any, *, digest_only: bool = False, relayout: bool = False
+    ) -> None:
         """Move the spans of `transfer` through shared memory, or only add up their digests."""
-        prepared = self._prepared(CopyPath.REALIGN.value)
+        prepared = self._prepared(CopyPath.REALIGN.value, relayout)
         prepared.parameters.digest_only = digest_only
-        self._launch(CopyPath.REALIGN.value, num_blocks, stream)
+        self._launch(CopyPath.REALIGN.value, num_blocks, stream, relayout)
 
     def grouped(self, config: GroupedConfig, num_blocks: int, stream: Any) -> None:
         """Move the spans of `transfer` element by element; its digests need `realign` after it."""
@@ -113,16 +123,16 @@ class MoveKernels:
         """Turn the sums of all spans of `transfer` into digests: write them or compare."""
         self._launch("finish", -(-num_digests // _FINISH_THREADS), stream)
 
-    def _launch(self, name: str, num_blocks: int, stream: Any) -> None:
-        prepared = self._prepared(name)
+    def _launch(self, name: str, num_blocks: int, stream: Any, relayout: bool = False) -> None:
+        prepared = self._prepared(name, relayout)
         prepared.resize((max(1, min(num_blocks, _MAX_BLOCKS)), 1, 1))
         prepared.launch(stream)
 
-    def _prepared(self, name: str) -> PreparedLaunch:
-        found = self._launches.get(name)
+    def _prepared(self, name: str, relayout: bool = False) -> PreparedLaunch:
+        found = self._launches.get((name, relayout))
         if found is not None:
             return found
-        function = self._module(name).function(f"kvferry_{name}")
+        function = self._module(name, relayout).function(f"kvferry_{name}")
         threads = _FINISH_THREADS if name == "finish" else _MOVE_THREADS
         shared = threads // _WARP_THREADS * _TILE_ROOM_BYTES if name == "realign" else 0
         kinds = {CopyPath.REALIGN.value: _Realign, CopyPath.GROUPED.value: _Grouped}
@@ -134,9 +144,9 @@ class MoveKernels:
             shared_bytes=shared,
             first=self.transfer,
         )
-        self._launches[name] = prepared
+        self._launches[name, relayout] = prepared
         return prepared
 
-    def _module(self, name: str) -> Module:
-        source = KernelSource.packaged("transfer.cu", defines(name))
+    def _module(self, name: str, relayout: bool) -> Module:
+        source = KernelSource.packaged("transfer.cu", defines(name, relayout=relayout))
         return self._loader.load(source, self._device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvferry.kernels import RELAYOUT_BLOCKS
 from kvferry.kernels.jit import Event, Stream
 from kvferry.transfer.host_copies import HostCopies
 from kvferry.transfer.staging import SHORT_PIECE_BYTES, pieces_of
@@ -103,7 +104,7 @@ class StagedMover:
     ) -> None:
         self._launcher = launcher
         self._copies = HostCopies(context, pinned)
-        self._blocks = context.num_multiprocessors
+        self._blocks = RELAYOUT_BLOCKS * context.num_multiprocessors
         self._capacity = staging_bytes // 2
         self._cuts: dict[tuple[int, int], tuple[Route, list[Piece]]] = {}
         self._rings: dict[Direction, StagingRing] = {}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.kernels import CopyPath, MoveKernels
-from kvferry.types import Direction
+from kvferry.types import Direction, Mover
 
 if TYPE_CHECKING:
     from kvferry.kernels.jit import Stream
@@ -50,12 +50,12 @@ class SpanLauncher:
         self._verify = verify
         self._blocks = blocks
 
-    def load(self, carried: Sequence[Carried]) -> None:
-        """Compile or load all that `launch` will need for these spans."""
+    def load(self, carried: Sequence[Carried], mover: Mover) -> None:
+        """Compile or load all that `mover` will need for these spans."""
         paths = {one.path for one in carried}
         if self._verify and CopyPath.GROUPED in paths:
             paths.add(CopyPath.REALIGN)
-        self._kernels.load(*paths)
+        self._kernels.load(*paths, relayout=mover is Mover.STAGED)
 
     def begin(self, plan: TransferPlan, table: SpanTable, commands: CommandBuffer) -> None:
         """What all launches of `plan` have in common. Call it before the first."""
@@ -92,7 +92,7 @@ class SpanLauncher:
         args.host_slots = 0
         args.host_base = staging
         for launch in step.launches:
-            self._move(launch, self._blocks or blocks, stream)
+            self._move(launch, self._blocks or blocks, stream, relayout=True)
 
     def finish(
         self, plan: TransferPlan, table: SpanTable, commands: CommandBuffer, stream: Stream
@@ -114,16 +114,18 @@ class SpanLauncher:
         args.first_page = first_page
         args.num_pages = num_pages
 
-    def _move(self, launch: Launch, blocks: int | None, stream: Stream) -> None:
+    def _move(
+        self, launch: Launch, blocks: int | None, stream: Stream, *, relayout: bool = False
+    ) -> None:
         args = self._kernels.transfer
         args.first_span, args.num_spans = launch.first, launch.num_spans
         self._kernels.share_out(launch.path, launch.page_work)
         if blocks is None:
             blocks = default_blocks(launch.path, bool(args.is_load), launch.host_run)
         if launch.path is CopyPath.FLAT:
-            self._kernels.flat(blocks, stream.handle)
+            self._kernels.flat(blocks, stream.handle, relayout=relayout)
         elif launch.path is CopyPath.REALIGN:
-            self._kernels.realign(blocks, stream.handle)
+            self._kernels.realign(blocks, stream.handle, relayout=relayout)
         elif launch.grouped is not None:
             self._kernels.grouped(launch.grouped, blocks, stream.handle)
             if self._verify:

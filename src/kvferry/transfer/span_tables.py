@@ -41,7 +41,7 @@ class SpanTables:
         pinned: Where the GPU finds them.
         context: Of the GPU.
         setup: An idle stream, for bringing tables to the device.
-        load: Compiles or loads the kernels for some spans.
+        load: Compiles or loads the kernels for some spans and a mover.
         in_use: Whether a table may still be read by a kernel.
         verify: Whether digests are on.
         path: Carry everything this way, or refuse; None: flat, where it cannot realign.
@@ -57,7 +57,7 @@ class SpanTables:
         context: Context,
         setup: Stream,
         *,
-        load: Callable[[Sequence[Carried]], None],
+        load: Callable[[Sequence[Carried], Mover], None],
         in_use: Callable[[SpanTable], bool],
         verify: bool,
         path: CopyPath | None,
@@ -124,7 +124,7 @@ class SpanTables:
                 for step in self._steps(plan, route)
             ]
             # Here, where nothing is under way yet that a compiler's failure would leave behind.
-            self._load([one for step in steps for one in step])
+            self._load([one for step in steps for one in step], route.mover)
             found = self._tables[key] = SpanTable(self._context, steps, self._setup)
             self._forget(found)
         self._tables.move_to_end(key)
