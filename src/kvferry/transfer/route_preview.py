@@ -107,7 +107,9 @@ def preview_route(
 ) -> RoutePreview:
     """How an engine would carry `num_pages` pages of all planes that follow the tokens.
 
-    It looks at KVFERRY_DISABLE_PATHS, as an engine does, and at no GPU.
+    It looks at KVFERRY_DISABLE_PATHS, as an engine does, and at no GPU. `staging_bytes` too few for
+    a page of one layer make a direct route with that reason, where an engine that is given so few
+    and may take either mover is refused when it is made.
 
     Args:
         geometry: The planes.
