@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvferry.errors import PlanError
 from kvferry.kernels import CopyDecision, CopyPath, GroupedConfig, decide_span, span_args
 from kvferry.transfer.span_table import Carried, SpanTable
-from kvferry.types import Mover
+from kvferry.types import Direction, Mover
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,7 +26,13 @@ __all__ = ["SpanTables"]
 
 _MAX_TABLES = 64
 
-_Key = tuple[Mover, tuple[int, ...], tuple[object, ...], tuple[tuple[str, int, int], ...]]
+_Key = tuple[
+    Mover,
+    Direction | None,
+    tuple[int, ...],
+    tuple[object, ...],
+    tuple[tuple[str, int, int], ...],
+]
 
 
 class SpanTables:
@@ -113,7 +119,9 @@ class SpanTables:
         """
         runs = {name: plan.device_run(name) for name in plan.device_rows}
         planes = tuple((name, table_of[name], run) for name, run in runs.items())
-        key: _Key = (route.mover, route.sizes, plan.spans_key, planes)
+        # A load is staged with the padding between layers, and a store is not.
+        way = plan.direction if route.mover is Mover.STAGED else None
+        key: _Key = (route.mover, way, route.sizes, plan.spans_key, planes)
         found = self._tables.get(key)
         if found is None:
             steps = [
