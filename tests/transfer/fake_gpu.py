@@ -143,8 +143,11 @@ class FakeGpu:
         """Carry out nothing more of any stream that there is."""
         self._held |= set(self._streams)
 
-    def interleave(self, seed: int) -> None:
-        """Carry out all that is pending, one entry at a time from any stream that can go on."""
+    def interleave(self, seed: int, look: Callable[[], object] = lambda: None) -> None:
+        """Carry out all that is pending, one entry at a time from any stream that can go on.
+
+        After each, `look`.
+        """
         rng = random.Random(seed)
         with self._lock:
             while True:
@@ -154,6 +157,7 @@ class FakeGpu:
                 if found is None:
                     break
                 found.popleft()
+                look()
         assert self.num_pending() == 0, "a stream waits for something that never comes"
 
     def num_pending(self, stream: int | None = None) -> int:
