@@ -73,7 +73,8 @@ class DeviceRig:
     ) -> None:
         self.gpu = gpu
         self.geometry = geometry or latent()
-        self.num_rows = num_pages * PAGE
+        self.page = self.geometry.page_size
+        self.num_rows = num_pages * self.page
         self._rng = np.random.default_rng(seed)
         self._memory = {}
         self.tensors: dict[str, Bytes] = {}
@@ -91,7 +92,7 @@ class DeviceRig:
         if registered:
             self.host_tensors = {
                 plane.name: np.full(
-                    (plane.num_layers, num_slots * PAGE, plane.element_size), POISON, np.uint8
+                    (plane.num_layers, num_slots * self.page, plane.element_size), POISON, np.uint8
                 )
                 for plane in self.geometry.planes
             }
@@ -131,8 +132,8 @@ class DeviceRig:
     def rows(self, num_pages: int, *, besides: Rows | None = None) -> Rows:
         """Different device rows, in no order, none of `besides`. Shape ``[N, P]``."""
         free = np.arange(self.num_rows) if besides is None else self.others(besides)
-        drawn: Rows = self._rng.permutation(free)[: num_pages * PAGE]
-        return drawn.reshape(num_pages, PAGE)
+        drawn: Rows = self._rng.permutation(free)[: num_pages * self.page]
+        return drawn.reshape(num_pages, self.page)
 
     def others(self, rows: Rows) -> Rows:
         """All device rows but these."""
@@ -164,7 +165,7 @@ class DeviceRig:
 
     def on_host(self, slots: Any) -> dict[str, Bytes]:
         """Copies of host slots, shaped alike."""
-        rows = (np.asarray(slots)[:, None] * PAGE + np.arange(PAGE)).ravel()
+        rows = (np.asarray(slots)[:, None] * self.page + np.arange(self.page)).ravel()
         layers = self.host.view.layers
         return {name: np.stack([read_rows(one, rows) for one in layers[name]]) for name in layers}
 

@@ -143,8 +143,11 @@ class FakeGpu:
         """Carry out nothing more of any stream that there is."""
         self._held |= set(self._streams)
 
-    def interleave(self, seed: int) -> None:
-        """Carry out all that is pending, one entry at a time from any stream that can go on."""
+    def interleave(self, seed: int, look: Callable[[], object] = lambda: None) -> None:
+        """Carry out all that is pending, one entry at a time from any stream that can go on.
+
+        After each, `look`.
+        """
         rng = random.Random(seed)
         with self._lock:
             while True:
@@ -154,6 +157,7 @@ class FakeGpu:
                 if found is None:
                     break
                 found.popleft()
+                look()
         assert self.num_pending() == 0, "a stream waits for something that never comes"
 
     def num_pending(self, stream: int | None = None) -> int:
@@ -266,6 +270,15 @@ class FakeGpu:
         self.faults += [f"{what} uses {at:#x}, which is not there" for at in gone]
         return not gone
 
+    def _in_one(self, what: str, *ranges: tuple[int, int]) -> bool:
+        """Whether each range, an address and a size, is in one allocation or registration."""
+        there = (self.device_memory | self.registered | self.pinned_memory).items()
+        for address, size in ranges:
+            if not any(at <= address and address + size <= at + room for at, room in there):
+                self.faults.append(f"{what} of {size} bytes at {address:#x} is not in one piece")
+                return False
+        return True
+
     def _carry_out(
         self, kernel: str, transfer: TransferArgs, words: list[int], blocks: int
     ) -> bool:
@@ -308,9 +321,14 @@ class FakeGpu:
             return Status.CUDA_ERROR_INVALID_VALUE
 
         def work() -> bool:
-            for row in range(rows if width else 0):
-                to, at = target + row * far, source + row * near
-                if self._good("a copy of rows", to, at):
+            moved = [
+                (to, at)
+                for to, at in ((target + row * far, source + row * near) for row in range(rows))
+                if width and self._good("a copy of rows", to, at)
+            ]
+            sizes = ((rows - 1) * pitch + width for pitch in (far, near))
+            if moved and self._in_one("a copy of rows", *zip((target, source), sizes, strict=True)):
+                for to, at in moved:
                     ctypes.memmove(to, at, width)
             self.time.spend(Work("rows", to_device, width * rows, width))
             return True
@@ -456,10 +474,12 @@ class FakeGpu:
         assert ctypes.c_int.from_address(attributes).value == 1, "sources in stream order"
         arrays = [(ctypes.c_uint64 * count).from_address(at) for at in (targets, sources, lengths)]
         pieces = [tuple(map(int, piece)) for piece in zip(*arrays, strict=True)]
+        what = "a copy of pieces"
 
         def work() -> bool:
             for target, source, size in pieces:
-                if self._good("a copy of pieces", target, source):
+                ranges = ((target, size), (source, size))
+                if self._good(what, target, source) and self._in_one(what, *ranges):
                     ctypes.memmove(target, source, size)
             to_device = bool(pieces) and _lies_in(self.device_memory, pieces[0][0])
             sizes = [size for *_, size in pieces]

@@ -11,19 +11,18 @@ import itertools
 
 import numpy as np
 import pytest
-from tests.transfer.device_rig import PAGE, Bytes, DeviceRig, Rows, latent
+from tests.transfer.device_rig import PAGE, Bytes, latent
 from tests.transfer.fake_gpu import CALLER, FakeGpu
+from tests.transfer.scene import Scene
 
 from kvferry.geometry import Geometry, Plane
-from kvferry.testing import assert_bytes_equal
-from kvferry.transfer import TransferEngine, TransferHandle, movers
+from kvferry.transfer import movers
 from kvferry.transfer.route import Route
 from kvferry.transfer.router import Router
 from kvferry.types import Mover
 
 _SEEDS = range(12)
 _NUM_SLOTS = 24
-_NUM_PAGES = 48
 _TWO_PLANES = Geometry(
     planes=(
         Plane(name="latent", num_layers=5, element_size=656),
@@ -43,56 +42,11 @@ def _short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 each_geometry = pytest.mark.parametrize("geometry", _GEOMETRIES.values(), ids=_GEOMETRIES)
 
 
-class _Scene:
-    """Pools, an engine, and what both pools hold when all that was submitted is over."""
-
-    def __init__(self, gpu: FakeGpu, geometry: Geometry, seed: int) -> None:
-        self.gpu = gpu
-        self.rng = np.random.default_rng(seed)
-        self.rig = DeviceRig(gpu, geometry, num_pages=_NUM_PAGES, num_slots=_NUM_SLOTS, seed=seed)
-        # For two pages to nine: transfers go through it many times, in pieces of many sizes.
-        staging_bytes = int(self.rng.uniform(2.1, 9) * geometry.slot_bytes())
-        self.engine: TransferEngine = self.rig.engine(staging_bytes=staging_bytes)
-        everything = np.arange(_NUM_SLOTS)
-        # So that every slot has digests.
-        first = np.arange(_NUM_SLOTS * PAGE).reshape(_NUM_SLOTS, PAGE)
-        self.rig.store(self.engine, everything, first).wait()
-        self.device = self.rig.images()
-        self.host = self.rig.on_host(everything)
-
-    def submit(self, is_load: bool, count: int) -> tuple[TransferHandle, Rows]:
-        """A transfer of some random pages and rows, and the rows."""
-        slots = self.rng.permutation(_NUM_SLOTS)[:count]
-        if self.rng.integers(2):
-            slots = np.sort(slots)  # longer runs
-        rows = self.rig.rows(count)
-        at = (slots[:, None] * PAGE + np.arange(PAGE)).ravel()
-        for name in self.device:
-            if is_load:
-                self.device[name][:, rows.ravel()] = self.host[name][:, at]
-            else:
-                self.host[name][:, at] = self.device[name][:, rows.ravel()]
-        move = self.rig.load if is_load else self.rig.store
-        return move(self.engine, slots, rows), rows
-
-    def check(self) -> None:
-        """Fail unless both pools hold what they should, and no guard was overwritten."""
-        self.rig.check_device(self.device, "in the end")
-        found = self.rig.on_host(np.arange(_NUM_SLOTS))
-        for name, expected in self.host.items():
-            assert_bytes_equal(found[name], expected, f"host plane {name}")
-
-    def close(self) -> None:
-        """Give everything back."""
-        self.engine.close()
-        self.rig.host.close()
-
-
 @each_geometry
 @pytest.mark.parametrize("seed", _SEEDS)
 def test_transfers_of_the_same_bytes(gpu: FakeGpu, geometry: Geometry, seed: int) -> None:
     """Loads and stores of overlapping slots and rows, submitted at once, end as if in turn."""
-    scene = _Scene(gpu, geometry, seed)
+    scene = Scene(gpu, geometry, seed)
     gpu.hold_all()
     handles = [
         scene.submit(bool(scene.rng.integers(2)), int(scene.rng.integers(1, 24)))[0]
@@ -103,7 +57,6 @@ def test_transfers_of_the_same_bytes(gpu: FakeGpu, geometry: Geometry, seed: int
         handle.wait()
         assert handle.verified_pages == handle.plan.num_pages
     scene.check()
-    gpu.release()
     scene.close()
 
 
@@ -115,7 +68,7 @@ def test_both_movers_at_once(
     """Where one transfer is staged and the next is direct they are still in order."""
     if gpu.mover != "staged":
         pytest.skip("an engine without staging has one mover")
-    scene = _Scene(gpu, geometry, seed)
+    scene = Scene(gpu, geometry, seed)
     turns = itertools.cycle((True, False))
     planned = Router.route
 
@@ -137,7 +90,6 @@ def test_both_movers_at_once(
         handle.wait()
         assert handle.verified_pages == handle.plan.num_pages
     scene.check()
-    gpu.release()
     scene.close()
 
 
@@ -146,7 +98,7 @@ def test_both_movers_at_once(
 def test_bytes_are_there_when_a_wait_is_over(gpu: FakeGpu, geometry: Geometry, seed: int) -> None:
     """Those of a layer of a load after `wait_layer`, on both sides after `wait_all`; and rows of a
     store may be written anew."""
-    scene = _Scene(gpu, geometry, seed)
+    scene = Scene(gpu, geometry, seed)
     rig, seen = scene.rig, []
     gpu.hold_all()
 
@@ -188,5 +140,4 @@ def test_bytes_are_there_when_a_wait_is_over(gpu: FakeGpu, geometry: Geometry, s
     stored.wait()
     assert stored.verified_pages == 18
     scene.check()
-    gpu.release()
     scene.close()

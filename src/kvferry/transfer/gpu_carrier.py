@@ -324,7 +324,11 @@ class GpuCarrier:
 
     def _recorded(self, stream: Stream) -> Event:
         event = self._in_flight.event()
-        event.record(stream.handle)
+        try:
+            event.record(stream.handle)
+        except BaseException:
+            self._in_flight.put_back(event)
+            raise
         return event
 
     def _retire(
