@@ -379,8 +379,9 @@ struct Choice {
   uint32_t threads;
 };
 
+// `is_staged`: a store leaves zeros where it has no row, as all of staging crosses the link.
 void write_element(const Case &of, const SpanCase &span, int64_t page, int64_t row, Bytes &device,
-                   Bytes &host) {
+                   Bytes &host, bool is_staged = false) {
   for (int64_t byte = row * span.element; byte < (row + 1) * span.element; ++byte) {
     const int64_t there = find(of, span, page, byte, false);
     const int64_t here = find(of, span, page, byte, true);
@@ -388,6 +389,8 @@ void write_element(const Case &of, const SpanCase &span, int64_t page, int64_t r
       unsigned char &on_device = device[static_cast<size_t>(there)];
       unsigned char &on_host = host[static_cast<size_t>(here)];
       (of.is_load ? on_device : on_host) = of.is_load ? on_host : on_device;
+    } else if (is_staged && !of.is_load) {
+      host[static_cast<size_t>(here)] = 0;
     }
   }
 }
@@ -439,6 +442,8 @@ void launch(const Case &of, const Choice &choice, Transfer transfer, const Span 
 void run(Case &of, const Choice &choice) {
   const char *const name = kNames[static_cast<int>(choice.path)];
   const size_t num_pages = static_cast<size_t>(of.num_pages);
+  // What a mover that stages adds, and the address it adds it to lies elsewhere then.
+  const bool is_staged = choice.path != Path::kGrouped && chance(2);
   const bool digest_only = choice.path == Path::kDigestOnly;
   const bool weighs = choice.path != Path::kGrouped && of.verify;
   // A bit that changes in between must be seen on a load.
@@ -499,7 +504,7 @@ void run(Case &of, const Choice &choice) {
     memcpy(span.host.memory, host.data(), host.size());
     for (int64_t page = 0; page < of.num_pages; ++page) {
       for (int64_t row = 0; !digest_only && row < of.rows_per_page; ++row) {
-        write_element(of, span, page, row, device, host);
+        write_element(of, span, page, row, device, host, is_staged);
       }
     }
     devices.push_back(device);
@@ -553,8 +558,7 @@ void run(Case &of, const Choice &choice) {
   transfer.num_pages = static_cast<uint32_t>(of.num_pages);
   transfer.sums_stride = transfer.num_pages;
   transfer.first_page = 0;
-  // What a mover that stages adds, and the address it adds it to lies elsewhere then.
-  transfer.host_base = choice.path == Path::kGrouped || chance(2) ? 0 : 0x7000;
+  transfer.host_base = is_staged ? 0x7000 : 0;
   for (size_t s = 0; s < of.spans.size(); ++s) {
     spans[of.skipped_spans + s].host.base -= transfer.host_base;
   }

@@ -111,7 +111,7 @@ class DeviceTransfer(TransferHandle):
         self._error.__cause__ = fault
 
     def wait_layer(self, layer: int, stream: int | None = None) -> None:
-        self._raise_error()
+        self._raise_behind(stream)
         reached = self.layers.get(layer)
         if reached is None:
             raise TransferError(
@@ -121,8 +121,15 @@ class DeviceTransfer(TransferHandle):
         self._order(reached, stream)
 
     def wait_all(self, stream: int | None = None) -> None:
-        self._raise_error()
+        self._raise_behind(stream)
         self._order(self.moved or self._finished, stream)
+
+    def _raise_behind(self, stream: int | None) -> None:
+        """Raise the error, if there is one; whoever then mends the rows does so after what of the
+        transfer is still to come."""
+        if self._error is not None and self._submitted:
+            self._order(self._finished, stream)
+        self._raise_error()
 
     def _order(self, event: Event, stream: int | None) -> None:
         if self._over:

@@ -91,7 +91,7 @@ class GpuCarrier:
             self._pinned = host.pin_for(context)
             kernels = MoveKernels(loader, self._gpu)
             self._launcher = SpanLauncher(kernels, verify=verify, blocks=options.blocks)
-            self._streams = {way: Streams(*map(kept, Streams.make(context))) for way in Direction}
+            self._streams = {way: Streams.make(context, kept) for way in Direction}
             self._setup = kept(Stream(context))
             self._ready = {way: kept(Event(context)) for way in Direction}
             self._staged: StagedMover | None = None
@@ -107,7 +107,7 @@ class GpuCarrier:
                 self._router.batched = self._staged.batched
             self._commands = kept(CommandBuffers(context))
             undo.pop_all()
-        self._in_flight = InFlight(context)
+        self._in_flight = InFlight(context, shared_storage=device.shared_storage)
         self._tables = SpanTables(
             device,
             host,
@@ -189,6 +189,7 @@ class GpuCarrier:
                 on_close=self._let_go,
             )  # fmt: skip
             self._captured.append(captured)
+            self._forget_digests(plan)
             theirs = Stream.borrowed(self._context, stream)
             # Where one of these fails, the graph may hold the others: nothing is given back.
             commands.copy_in(theirs)
@@ -198,9 +199,15 @@ class GpuCarrier:
             commands.copy_out(theirs)
             return captured
 
+    def _forget_digests(self, plan: TransferPlan) -> None:
+        """Of slots that a store without digests writes: those that are there vouch for others."""
+        if not self._verify and plan.direction is Direction.STORE:
+            self._host.digests[plan.host_slots] = NO_DIGEST
+
     def _let_go(self, captured: CapturedTransfer, commands: CommandBuffer) -> None:
         self._captured.remove(captured)
         self._commands.put(commands)
+        self._forget_digests(captured.plan)
         self._host.release(captured.plan.host_slots)
 
     def _prepare(self, plan: TransferPlan, route: Route) -> tuple[SpanTable, CommandBuffer]:
@@ -268,12 +275,15 @@ class GpuCarrier:
         try:
             # While the caller's stream is still at its work: nothing of it is read here.
             commands.copy_in(streams.kernels)
-            commands.keep_rows(Stream.borrowed(self._context, stream))
+            theirs = Stream.borrowed(self._context, stream)
+            ends_in.append(theirs)  # until ours wait for it: the copy writes to the buffer
+            commands.keep_rows(theirs)
             ready = self._ready[plan.direction]
             ready.record(stream)
             for ours in (streams.kernels, streams.copies)[: 1 if staged is None else 2]:
                 ours.wait_for(ready)
                 self._in_flight.order(ours, plan, route.mover)
+            ends_in.remove(theirs)
             if staged is None:
                 launch_direct(self._launcher, plan, table, commands, streams.kernels, reached)
             else:
@@ -313,6 +323,11 @@ class GpuCarrier:
                 transfer.lose(lost)
                 self._lost.append(transfer)
                 return
+        except BaseException:  # an interrupt: nothing is given back before all is over
+            for stream in ends_in:
+                stream.drain()
+            transfer.submitted()
+            raise
         transfer.submitted()
 
     def current_stream(self) -> int:
@@ -336,8 +351,7 @@ class GpuCarrier:
     ) -> None:
         self._in_flight.remove(transfer, events)
         self._commands.put(commands)
-        if not self._verify and transfer.plan.direction is Direction.STORE:
-            self._host.digests[transfer.plan.host_slots] = NO_DIGEST
+        self._forget_digests(transfer.plan)
         self._host.release(transfer.plan.host_slots)
 
     def close(self) -> None:

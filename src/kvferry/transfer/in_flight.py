@@ -26,10 +26,16 @@ class InFlight:
     """Transfers that were submitted, the span tables they use, and spare events.
 
     A transfer is taken out by whoever sees first that it is over, on any thread.
+
+    Args:
+        context: Of the GPU.
+        shared_storage: Planes of the device pool may lie on the same bytes: rows of one are then
+            rows of another, by other numbers, and any two plans may touch the same.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, *, shared_storage: bool = False) -> None:
         self._context = context
+        self._shared_storage = shared_storage
         self._transfers: dict[int, tuple[DeviceTransfer, SpanTable]] = {}
         self._spare: list[Event] = []
         self.lock = threading.RLock()
@@ -82,7 +88,7 @@ class InFlight:
         """
         for transfer in self:
             same = (transfer.plan.direction, transfer.route.mover) == (plan.direction, mover)
-            if not same and plans_meet(transfer.plan, plan):
+            if not same and (self._shared_storage or plans_meet(transfer.plan, plan)):
                 transfer.hold_back(stream)
 
     def close(self) -> None:

@@ -44,14 +44,16 @@ class Streams(NamedTuple):
     reports: Stream
 
     @classmethod
-    def make(cls, context: Context) -> Streams:
-        """New ones. Kernels are short and what waits for them is not: they go before what computes
-        beside."""
+    def make(cls, context: Context, kept: Callable[[Stream], Stream]) -> Streams:
+        """New ones, each given to `kept` as soon as it is there.
+
+        Kernels are short and what waits for them is not: they go before what computes beside.
+        """
         return cls(
-            kernels=Stream(context, urgent=True),
-            aside=Stream(context, urgent=True),
-            copies=Stream(context),
-            reports=Stream(context, urgent=True),
+            kernels=kept(Stream(context, urgent=True)),
+            aside=kept(Stream(context, urgent=True)),
+            copies=kept(Stream(context)),
+            reports=kept(Stream(context, urgent=True)),
         )
 
 
@@ -174,7 +176,8 @@ class StagedMover:
             before = room.emptied if is_load else room.filled
         if before is not None:
             streams.kernels.wait_for(before)
-        else:  # there are no pages
+        else:  # there are no pages, and what is over in either stream is over
+            copies.wait_for(begun)
             for step in table.steps:
                 reached(step.layers, streams.kernels)
 

@@ -137,7 +137,8 @@ class TransferPlan:
 
         Indices may be lists, numpy arrays or CPU tensors of any integer type. Those of the device
         may also be int32 or int64 tensors on it: then only the kernels see them, an index out of
-        range leaves out its element and makes its page bad, and duplicates are the caller's care.
+        range leaves out its element (a staged store brings zeros for it) and makes its page bad,
+        and duplicates are the caller's care.
 
         Args:
             geometry: The planes.

@@ -71,6 +71,12 @@ KVFERRY_HD __forceinline__ FlatUnit flat_unit(const Transfer &transfer, const Sp
   const int64_t device_at = device_row(transfer, span, unit.page, row);
   if (static_cast<uint64_t>(device_at) >= static_cast<uint64_t>(span.device.num_rows)) {
     note_fault(transfer, span, unit.page, row);
+    // All of staging crosses the link: zeros, and not what another transfer has left there.
+    if (transfer.is_load == 0 && transfer.host_base != 0) {
+      for (uint32_t done = 0; done < package; done += 8) {
+        store_once8(host_run + (at - skew) + done, Package8{{0, 0}});
+      }
+    }
     return unit;
   }
   const uint64_t host = host_run + (at - skew);

@@ -262,14 +262,17 @@ KVFERRY_HD __forceinline__ uint64_t weigh_tile(const Tile &tile, const unsigned 
 }
 
 // A store's tile that lacks device rows: byte by byte, so that what has no source stays as it is,
-// whatever the host's granules hold of it. Else they would get what the room held before.
+// whatever the host's granules hold of it. Else they would get what the room held before. In
+// staging, all of which crosses the link, it is zeros instead of what another transfer has left.
 KVFERRY_HD __forceinline__ void write_torn_tile(const Transfer &transfer, const Span &span,
                                                 const Tile &tile, const unsigned char *room,
                                                 uint32_t lane) {
   for (uint32_t at = tile.begin + lane; at < tile.end; at += kLanes) {
-    if (side_address(transfer, span, tile, at, false) != 0) {
+    const bool there = side_address(transfer, span, tile, at, false) != 0;
+    if (there || transfer.host_base != 0) {
       const uint64_t address = side_address(transfer, span, tile, at, true);
-      *reinterpret_cast<unsigned char *>(address) = room[tile.shift + at - tile.begin];
+      *reinterpret_cast<unsigned char *>(address) =
+          there ? room[tile.shift + at - tile.begin] : static_cast<unsigned char>(0);
     }
   }
 }
