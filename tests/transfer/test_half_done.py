@@ -175,9 +175,7 @@ def test_streams_of_an_engine_that_cannot_be_made(gpu: FakeGpu) -> None:
         before = set(gpu._streams) - gpu._destroyed
         count = iter(range(1 << 20))
         with (
-            gpu.failing(
-                "cuStreamCreateWithPriority", when=lambda *_, n=nth, c=count: next(c) == n
-            ),
+            gpu.failing("cuStreamCreateWithPriority", when=lambda *_, n=nth, c=count: next(c) == n),
             pytest.raises(DriverError),
         ):
             rig.engine()
