@@ -175,6 +175,7 @@ class StagedMover:
         if before is not None:
             streams.kernels.wait_for(before)
         else:  # there are no pages
+            streams.copies.wait_for(begun)  # a report must not be read before it is cleared
             for step in table.steps:
                 reached(step.layers, streams.kernels)
 
