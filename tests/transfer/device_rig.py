@@ -14,6 +14,7 @@ from kvferry.memory import HostPool, RegisteredHostPool, SlotOwner
 from kvferry.testing import POISON, GuardedBuffer, assert_bytes_equal, read_rows
 from kvferry.transfer import TransferEngine, TransferHandle, TransferPlan
 from kvferry.transfer.profile import BUILT_IN
+from kvferry.types import Layout
 
 EAGER = dataclasses.replace(BUILT_IN, launch_seconds=1e-12)
 """A device that starts kernels in no time."""
@@ -69,6 +70,7 @@ class DeviceRig:
         num_pages: int = 40,
         num_slots: int = 12,
         registered: bool = False,
+        layout: Layout = Layout.LAYER_FIRST,
         seed: int = 0,
     ) -> None:
         self.gpu = gpu
@@ -90,19 +92,27 @@ class DeviceRig:
         self.device = PoolView(self.geometry, layers)
         self.host: HostPool | RegisteredHostPool
         if registered:
-            self.host_tensors = {
-                plane.name: np.full(
-                    (plane.num_layers, num_slots * self.page, plane.element_size), POISON, np.uint8
-                )
-                for plane in self.geometry.planes
-            }
-            self.host = RegisteredHostPool.from_tensors(
-                self.geometry, self.host_tensors, pin_tensors=True
-            )
+            self.host = self._registered(layout, num_slots)
         else:
             self.host = HostPool(self.geometry, num_slots=num_slots)
             assert self.host.allocate(num_slots, SlotOwner.INDEX) is not None
         self.fill()
+
+    def _registered(self, layout: Layout, num_slots: int) -> RegisteredHostPool:
+        """An engine's host pool, with a tensor a plane."""
+        paged = layout is Layout.PAGE_MAJOR
+        self.host_tensors = {}
+        for plane in self.geometry.planes:
+            outer = (num_slots, plane.num_layers, self.page) if paged else (
+                plane.num_layers, num_slots * self.page)  # fmt: skip
+            self.host_tensors[plane.name] = np.full((*outer, plane.element_size), POISON, np.uint8)
+        return RegisteredHostPool.from_tensors(
+            self.geometry,
+            self.host_tensors,
+            slot_dims=(0, 1) if paged else (0,),
+            layer_dim=1 if paged else 0,
+            pin_tensors=True,
+        )
 
     @property
     def pool(self) -> HostPool:

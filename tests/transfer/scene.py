@@ -14,7 +14,7 @@ from kvferry.kernels.jit import Context, Driver
 from kvferry.testing import assert_bytes_equal
 from kvferry.transfer import TransferEngine, TransferHandle
 from kvferry.transfer.movers import Streams
-from kvferry.types import Direction
+from kvferry.types import Direction, Layout
 
 
 class Scene:
@@ -27,6 +27,7 @@ class Scene:
         num_slots: Of the host; the device has room for twice as many pages.
         staging_bytes: For each direction; None: for two pages to nine, at random.
         registered: The host pool is an engine's.
+        layout: Of such a pool.
         prepare: What is done with the pools before there is an engine.
     """
 
@@ -39,6 +40,7 @@ class Scene:
         num_slots: int = 24,
         staging_bytes: int | None = None,
         registered: bool = False,
+        layout: Layout = Layout.LAYER_FIRST,
         prepare: Callable[[DeviceRig], object] = lambda _: None,
     ) -> None:
         self.gpu = gpu
@@ -50,6 +52,7 @@ class Scene:
             num_pages=2 * num_slots,
             num_slots=num_slots,
             registered=registered,
+            layout=layout,
             seed=seed,
         )
         prepare(self.rig)

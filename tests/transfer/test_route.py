@@ -184,6 +184,64 @@ def test_calls_for_each_run_are_counted() -> None:
 
 
 @each_direction
+@pytest.mark.parametrize("layout", [None, Layout.LAYER_FIRST])
+def test_an_old_driver_with_short_runs_copies_less_often(
+    direction: Direction, layout: Layout | None
+) -> None:
+    """In no more copies than with a call for all pages, and wider ones; or it is direct."""
+    views = None if layout is None else _tensors(_GEOMETRY, layout)
+    places, taken = _places(_GEOMETRY, views), []
+    for num_runs in (1, 32, 256):
+        new, old = (
+            _route(direction, num_runs=num_runs, places=places, batched=batched)
+            for batched in (True, False)
+        )
+        taken.append(old.mover)
+        if old.mover is Mover.STAGED:
+            assert new.mover is Mover.STAGED
+            widths = [[b.width for g in one.groups for b in g.bands] for one in (new, old)]
+            assert len(widths[1]) <= len(widths[0])
+            assert max(widths[1]) >= max(widths[0])
+    if layout is not None:
+        assert taken == [Mover.STAGED, Mover.DIRECT, Mover.DIRECT]
+    elif direction is Direction.LOAD:
+        assert taken == [Mover.STAGED, Mover.STAGED, Mover.DIRECT]
+        by_runs = [len(_route(num_runs=runs, batched=False).groups) for runs in (1, 32)]
+        assert by_runs[1] < by_runs[0]
+
+
+@each_direction
+@pytest.mark.parametrize("seed", range(30))
+def test_more_runs_are_never_estimated_faster(direction: Direction, seed: int) -> None:
+    """Of one plan, by whichever way it is staged and with whatever driver; direct feels none."""
+    rng = random.Random(seed)
+    geometry = _random_geometry(rng)
+    layout = rng.choice((None, Layout.LAYER_FIRST, Layout.PAGE_MAJOR))
+    places = _places(geometry, None if layout is None else _tensors(geometry, layout))
+    num_pages = rng.choice((2, 64, 1000))
+    for batched in (True, False):
+        before: dict[str, float] = {}
+        first: dict[str, float] = {}
+        for num_runs in sorted({1, 2, *rng.sample(range(1, num_pages + 1), 2), num_pages}):
+            found = dict(
+                _route(
+                    direction, geometry=geometry, places=places, num_pages=num_pages,
+                    num_runs=num_runs, batched=batched,
+                ).seconds
+            )  # fmt: skip
+            first = first or found
+            assert found.keys() == first.keys()
+            for way, seconds in found.items():
+                # Of steps that are as good as the best, the smallest are taken.
+                slack = 1.01 if way == "staged by layers" else 1
+                assert seconds * slack >= before.get(way, 0) * (1 - 1e-12)
+            before = found
+        assert before["direct"] == first["direct"]
+        for way in first.keys() - {"direct"}:
+            assert batched or before[way] > first[way]
+
+
+@each_direction
 @pytest.mark.parametrize("mover", [None, *Mover])
 def test_no_pages_go_like_one(direction: Direction, mover: Mover | None) -> None:
     """All layers are in some step, for somebody may wait for each of them."""

@@ -135,6 +135,39 @@ def test_a_call_that_is_refused_at_any_place(
     scene.close()
 
 
+@pytest.mark.parametrize("name", ["kernels", "aside", "copies"])
+@pytest.mark.parametrize("direction", list(Direction))
+def test_what_failed_midway_ends_when_all_its_streams_do(
+    gpu: FakeGpu, direction: Direction, name: str
+) -> None:
+    """Whichever stream is still at it: the handle is not done, the slots stay leased, and what
+    comes next with the same bytes waits."""
+    is_load = direction is Direction.LOAD
+    scene = Scene(gpu, _GEOMETRY, 8, num_slots=12, staging_bytes=_ROOM)
+    slots, rows = _slots("cuMemcpyBatchAsync"), scene.rig.rows(_COUNT)
+    num_launches = _calls(gpu, scene, is_load, slots, rows, "cuLaunchKernel")
+    # The last that lays a piece out: there is something of it in each stream by then.
+    nth, count = num_launches - 2, itertools.count()
+    with gpu.held(getattr(scene.streams(direction), name).handle):
+        with gpu.failing(
+            "cuLaunchKernel",
+            Status.CUDA_ERROR_LAUNCH_FAILED,
+            when=lambda *_: next(count) == nth,
+        ) as refused:
+            handle = scene.rig.load if is_load else scene.rig.store
+            failed = handle(scene.engine, slots, rows)
+        assert len(refused) == 1
+        assert not failed.done
+        assert scene.rig.pool.num_leases == 1
+        behind = scene.move(not is_load, slots, rows)
+        assert not behind.done
+    assert failed.error is not None
+    behind.wait()
+    assert scene.rig.pool.num_leases == 0
+    assert failed.verified_pages == 0
+    scene.close()
+
+
 def test_bad_pages_in_many_pieces(gpu: FakeGpu) -> None:
     """A byte of any layer of some pages: those are told, the others are there, and the next
     transfers of other pages and of the same ones find nothing."""

@@ -21,7 +21,7 @@ from kvferry.transfer.movers import StagedMover
 from kvferry.transfer.route import Route
 from kvferry.transfer.router import Router
 from kvferry.transfer.staging import Piece
-from kvferry.types import Direction, Mover
+from kvferry.types import Direction, Layout, Mover
 
 _TWO_KINDS = Geometry(
     planes=(
@@ -97,14 +97,16 @@ def test_every_size_in_every_order_of_slots(
     scene.close()
 
 
-@pytest.mark.parametrize("registered", [False, True], ids=["own", "registered"])
+@pytest.mark.parametrize("layout", [None, Layout.LAYER_FIRST, Layout.PAGE_MAJOR])
 @pytest.mark.parametrize("seed", range(12))
 def test_some_layers_by_either_mover(
-    gpu: FakeGpu, registered: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+    gpu: FakeGpu, layout: Layout | None, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planes of 656 and of 131 bytes, subsets of layers, movers in turn, slots and rows that many
     transfers have in common: as if one came after another."""
-    scene = Scene(gpu, _TWO_KINDS, seed, registered=registered)
+    scene = Scene(
+        gpu, _TWO_KINDS, seed, registered=layout is not None, layout=layout or Layout.LAYER_FIRST
+    )
     planned, turns = Router.route, itertools.cycle((False, True, False, False))
 
     def route(self: Router, plan: object) -> Route:
@@ -158,6 +160,26 @@ def test_many_pages_then_one_then_none(
         holds = sum(gpu.device_memory.values()), sum(gpu.pinned_memory.values())
         assert held in (None, holds)
         held = holds
+    scene.close()
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_layers_of_no_pages_are_reached(gpu: FakeGpu, direction: Direction) -> None:
+    """Who waits for a layer need not know that there is nothing: it comes behind what is before."""
+    is_load = direction is Direction.LOAD
+    scene = Scene(gpu, _TWO_KINDS, 4)
+    seen: list[int] = []
+    with gpu.held(scene.streams(direction).kernels.handle):
+        handle = scene.move(is_load, np.arange(0), scene.rig.rows(0))
+        for layer in range(5):
+            handle.wait_layer(layer, stream=CALLER)
+        gpu.enqueue(CALLER, lambda: seen.append(1))
+        assert seen == []
+        assert not handle.done
+    assert seen == [1]
+    handle.wait()
+    assert handle.verified_pages == 0
+    scene.check()
     scene.close()
 
 

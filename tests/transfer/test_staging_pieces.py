@@ -10,7 +10,15 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvferry.transfer.staging import Group, Piece, Run, cut_copy, pieces_of, runs_of
+from kvferry.transfer.staging import (
+    Group,
+    Piece,
+    Run,
+    cut_copy,
+    pieces_of,
+    runs_of,
+    wants_one_call,
+)
 
 _KIB = 1024
 
@@ -210,3 +218,16 @@ def test_no_more_parts_than_there_must_be() -> None:
 def test_no_rows_are_no_parts() -> None:
     """Nothing is copied of nothing."""
     assert _cut(100, 20, 10, 0, [10_000]) == []
+
+
+# ------------------------------------------------------------------------------- wants_one_call
+
+
+def test_many_calls_for_few_bytes_are_one_call() -> None:
+    """Each call has 16 MiB to carry or it is not worth its pause; a single one stays what it is."""
+    enough = 16 << 20
+    assert not wants_one_call(1, 1)
+    assert not wants_one_call(2, 2 * enough)
+    assert wants_one_call(2, 2 * enough - 1)
+    assert not wants_one_call(100, 100 * enough)
+    assert wants_one_call(100, 99 * enough)
