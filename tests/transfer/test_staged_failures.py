@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.transfer.device_rig import PAGE, DeviceRig, Rows, latent
 from tests.transfer.fake_gpu import CALLER, FakeGpu, Status
-from tests.transfer.scene import Scene
+from tests.transfer.scene import Scene, staged_bytes
 
 from kvferry.errors import DriverError, TransferFaultError
 from kvferry.geometry import Geometry, Plane
@@ -143,7 +143,8 @@ def test_what_failed_midway_ends_when_all_its_streams_do(
     """Whichever stream is still at it: the handle is not done, the slots stay leased, and what
     comes next with the same bytes waits."""
     is_load = direction is Direction.LOAD
-    scene = Scene(gpu, _GEOMETRY, 8, num_slots=12, staging_bytes=_ROOM)
+    # With room for all: else kernels wait for copies to empty it, and are over after them by that.
+    scene = Scene(gpu, _GEOMETRY, 8, num_slots=12, staging_bytes=30 * staged_bytes(_GEOMETRY))
     slots, rows = _slots("cuMemcpyBatchAsync"), scene.rig.rows(_COUNT)
     num_launches = _calls(gpu, scene, is_load, slots, rows, "cuLaunchKernel")
     # The last that lays a piece out: there is something of it in each stream by then.
