@@ -205,6 +205,26 @@ def test_bad_pages_in_many_pieces(gpu: FakeGpu) -> None:
     scene.close()
 
 
+def test_keys_of_pages_in_many_pieces(gpu: FakeGpu) -> None:
+    """Each page is vouched for under its own key, in whichever piece it is stored and loaded; under
+    the key of another it is bad, and no other is."""
+    scene = Scene(gpu, _GEOMETRY, 9, num_slots=12, staging_bytes=_ROOM)
+    keys = [b"page %d" % page for page in range(12)]
+    slots, rows = scene.rng.permutation(12), scene.rig.rows(12)
+    stored = scene.rig.store(scene.engine, slots, rows, page_keys=keys)
+    stored.wait()
+    assert stored.verified_pages == 12
+    order = scene.rng.permutation(12)
+    for swapped in ((), (2, 9)):
+        given = [keys[page] for page in order]
+        for at in swapped:
+            given[at] = keys[order[at - 1]]
+        loaded = scene.rig.load(scene.engine, slots[order], rows, page_keys=given)
+        loaded.wait()
+        assert loaded.bad_pages == swapped
+    scene.close()
+
+
 @pytest.mark.parametrize("nth", [0, 1], ids=["the first ring", "the second"])
 def test_staging_that_cannot_be_had(gpu: FakeGpu, nth: int) -> None:
     """The engine is refused with the size and what to pass instead, and nothing is left of it."""
