@@ -7,7 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
-from tests.transfer.device_rig import PAGE, DeviceRig, Rows, latent
+from tests.transfer.device_rig import PAGE, DeviceRig, IndexTensor, Rows, latent
 from tests.transfer.fake_gpu import CALLER, FakeGpu, Status
 from tests.transfer.scene import Scene, staged_bytes
 
@@ -16,7 +16,7 @@ from kvferry.geometry import Geometry, Plane
 from kvferry.testing import assert_bytes_equal
 from kvferry.transfer import TransferHandle, TransferPlan, movers
 from kvferry.transfer.staging_ring import StagingRing
-from kvferry.types import Direction
+from kvferry.types import Direction, Mover
 
 _GEOMETRY = Geometry(
     planes=(
@@ -202,6 +202,23 @@ def test_bad_pages_in_many_pieces(gpu: FakeGpu) -> None:
         assert again.bad_pages == ()
         assert again.verified_pages == 12
     scene.check()
+    scene.close()
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("page", [0, 4, 11])
+def test_a_row_outside_the_pool_in_any_piece(gpu: FakeGpu, direction: Direction, page: int) -> None:
+    """The page is named by its number in the plan, whichever piece it is in, and alone is bad."""
+    scene = Scene(gpu, _GEOMETRY, 10, num_slots=12, staging_bytes=_ROOM)
+    rows = scene.rig.rows(12)
+    rows[page, 1] = scene.rig.num_rows
+    move = scene.rig.load if direction is Direction.LOAD else scene.rig.store
+    handle = move(scene.engine, scene.rng.permutation(12), IndexTensor(rows))
+    with pytest.raises(TransferFaultError, match=f"first at page {page}, row 1 of the plan"):
+        handle.wait()
+    assert handle.route is not None
+    assert handle.route.mover is Mover.STAGED
+    assert (handle.bad_pages, handle.verified_pages) == ((page,), 0)
     scene.close()
 
 
