@@ -112,7 +112,9 @@ class FakeGpu:
         self._streams: dict[int, collections.deque[_Entry]] = {CALLER: collections.deque()}
         self._held: set[int] = set()
         self._recorded: collections.Counter[int] = collections.Counter()
-        self._reached: collections.Counter[int] = collections.Counter()
+        # By event and number: one that is recorded anew, in another stream, says nothing of the
+        # record before it, which others may wait for.
+        self._reached: set[tuple[int, int]] = set()
         self._destroyed: set[int] = set()
         self._buffers: list[Any] = []  # freed ones too: nothing else may come to lie there
         self._freed: dict[int, int] = {}
@@ -399,7 +401,7 @@ class FakeGpu:
 
     def _cu_stream_wait_event(self, stream: int, event: int, _: int) -> Status | None:
         awaited = self._recorded[event]
-        return self._put(stream, lambda: self._reached[event] >= awaited)
+        return self._put(stream, lambda: self._is_reached(event, awaited))
 
     def _cu_event_create(self, flags: int) -> int:
         self.events.add(handle := next(self._handles))
@@ -410,19 +412,22 @@ class FakeGpu:
     def _cu_event_destroy(self, event: int) -> None:
         self.events.remove(event)
 
+    def _is_reached(self, event: int, number: int) -> bool:
+        return number == 0 or (event, number) in self._reached
+
     def _cu_event_record(self, event: int, stream: int) -> Status | None:
         self._recorded[event] += 1
         number = self._recorded[event]
 
         def reach() -> bool:
-            self._reached[event] = max(number, self._reached[event])
+            self._reached.add((event, number))
             self.time.reach(event)
             return True
 
         return self._put(stream, reach)
 
     def _cu_event_query(self, event: int) -> Status | None:
-        over = self._reached[event] >= self._recorded[event]
+        over = self._is_reached(event, self._recorded[event])
         return None if over else Status.CUDA_ERROR_NOT_READY
 
     def _cu_event_elapsed_time(self, earlier: int, later: int) -> float | Status:

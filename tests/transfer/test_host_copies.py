@@ -77,7 +77,7 @@ def _bands(rng: random.Random, base: int, pitch: int) -> tuple[Band, ...]:
 
 @pytest.mark.parametrize("one_call", [False, True], ids=["runs", "pages"])
 @pytest.mark.parametrize("direction", list(Direction))
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(100))
 def test_random_pieces_over_random_borders(
     gpu: FakeGpu, parts: list[tuple[int, int]], direction: Direction, one_call: bool, seed: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -90,7 +90,7 @@ def test_random_pieces_over_random_borders(
     rng = random.Random(seed)
     context: Context = Driver(gpu, "13.0.0").context(0)
     with context.current():
-        pitch = rng.randint(6, 60)
+        pitch = rng.randint(30, 60)
         pool, staging = PinnedBuffer(context, 1024), DeviceBuffer(context, 2048)
         host, device = memory_at(pool.address, 1024), memory_at(staging.address, 2048)
         noise = np.random.default_rng(seed)
@@ -98,12 +98,12 @@ def test_random_pieces_over_random_borders(
             side[:] = noise.integers(0, 256, side.size, dtype=np.uint8)
         bands = _bands(rng, pool.address + rng.randint(0, 50), pitch)
         group = Group((), (), bands, (), bands[-1].in_staging + bands[-1].width + rng.randint(0, 9))
-        slots = np.array(rng.sample(range(_NUM_SLOTS), rng.randint(1, _NUM_SLOTS)))
+        slots = np.array(rng.sample(range(_NUM_SLOTS), rng.randint(3, _NUM_SLOTS)))
         if rng.random() < 0.5:
             slots.sort()
-        first = rng.randrange(len(slots))
+        first = rng.randrange(3)
         piece = Piece(0, first, rng.randint(1, len(slots) - first), False)
-        inside = rng.sample(range(1, 600), rng.choice((0, 1, 1, 2, 20)))
+        inside = rng.sample(range(1, 600), rng.choice((1, 1, 5, 60)))
         chunks = _Chunks([*sorted(pool.address + at for at in inside), pool.address + 1024])
         copies = HostCopies(context, chunks)  # type: ignore[arg-type]
         if copies._pieces is not None:

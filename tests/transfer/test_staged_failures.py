@@ -7,16 +7,16 @@ import itertools
 
 import numpy as np
 import pytest
-from tests.transfer.device_rig import PAGE, DeviceRig, Rows, latent
+from tests.transfer.device_rig import PAGE, DeviceRig, IndexTensor, Rows, latent
 from tests.transfer.fake_gpu import CALLER, FakeGpu, Status
-from tests.transfer.scene import Scene
+from tests.transfer.scene import Scene, staged_bytes
 
 from kvferry.errors import DriverError, TransferFaultError
 from kvferry.geometry import Geometry, Plane
 from kvferry.testing import assert_bytes_equal
 from kvferry.transfer import TransferHandle, TransferPlan, movers
 from kvferry.transfer.staging_ring import StagingRing
-from kvferry.types import Direction
+from kvferry.types import Direction, Mover
 
 _GEOMETRY = Geometry(
     planes=(
@@ -143,7 +143,8 @@ def test_what_failed_midway_ends_when_all_its_streams_do(
     """Whichever stream is still at it: the handle is not done, the slots stay leased, and what
     comes next with the same bytes waits."""
     is_load = direction is Direction.LOAD
-    scene = Scene(gpu, _GEOMETRY, 8, num_slots=12, staging_bytes=_ROOM)
+    # With room for all: else kernels wait for copies to empty it, and are over after them by that.
+    scene = Scene(gpu, _GEOMETRY, 8, num_slots=12, staging_bytes=30 * staged_bytes(_GEOMETRY))
     slots, rows = _slots("cuMemcpyBatchAsync"), scene.rig.rows(_COUNT)
     num_launches = _calls(gpu, scene, is_load, slots, rows, "cuLaunchKernel")
     # The last that lays a piece out: there is something of it in each stream by then.
@@ -201,6 +202,43 @@ def test_bad_pages_in_many_pieces(gpu: FakeGpu) -> None:
         assert again.bad_pages == ()
         assert again.verified_pages == 12
     scene.check()
+    scene.close()
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("page", [0, 4, 11])
+def test_a_row_outside_the_pool_in_any_piece(gpu: FakeGpu, direction: Direction, page: int) -> None:
+    """The page is named by its number in the plan, whichever piece it is in, and alone is bad."""
+    scene = Scene(gpu, _GEOMETRY, 10, num_slots=12, staging_bytes=_ROOM)
+    rows = scene.rig.rows(12)
+    rows[page, 1] = scene.rig.num_rows
+    move = scene.rig.load if direction is Direction.LOAD else scene.rig.store
+    handle = move(scene.engine, scene.rng.permutation(12), IndexTensor(rows))
+    with pytest.raises(TransferFaultError, match=f"first at page {page}, row 1 of the plan"):
+        handle.wait()
+    assert handle.route is not None
+    assert handle.route.mover is Mover.STAGED
+    assert (handle.bad_pages, handle.verified_pages) == ((page,), 0)
+    scene.close()
+
+
+def test_keys_of_pages_in_many_pieces(gpu: FakeGpu) -> None:
+    """Each page is vouched for under its own key, in whichever piece it is stored and loaded; under
+    the key of another it is bad, and no other is."""
+    scene = Scene(gpu, _GEOMETRY, 9, num_slots=12, staging_bytes=_ROOM)
+    keys = [b"page %d" % page for page in range(12)]
+    slots, rows = scene.rng.permutation(12), scene.rig.rows(12)
+    stored = scene.rig.store(scene.engine, slots, rows, page_keys=keys)
+    stored.wait()
+    assert stored.verified_pages == 12
+    order = scene.rng.permutation(12)
+    for swapped in ((), (2, 9)):
+        given = [keys[page] for page in order]
+        for at in swapped:
+            given[at] = keys[order[at - 1]]
+        loaded = scene.rig.load(scene.engine, slots[order], rows, page_keys=given)
+        loaded.wait()
+        assert loaded.bad_pages == swapped
     scene.close()
 
 

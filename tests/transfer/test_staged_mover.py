@@ -15,7 +15,7 @@ from kvferry.geometry import Geometry, Plane
 from kvferry.memory import HostPool
 from kvferry.memory.pin_driver import ContextPinDriver
 from kvferry.testing import assert_bytes_equal
-from kvferry.transfer import TransferHandle, movers
+from kvferry.transfer import TransferHandle, TransferPlan, movers
 from kvferry.transfer.host_copies import HostCopies
 from kvferry.transfer.movers import StagedMover
 from kvferry.transfer.route import Route
@@ -129,6 +129,24 @@ def test_some_layers_by_either_mover(
     assert {handle.route.mover for handle in handles if handle.route} == set(Mover)
     scene.check()
     scene.close()
+
+
+def test_routes_know_what_the_driver_can(gpu: FakeGpu) -> None:
+    """Where each run is a call of its own, many runs are estimated so."""
+    rig = DeviceRig(gpu)
+    with rig.engine() as engine:
+        slots = np.arange(0, 12, 2)
+        plan = TransferPlan.load(rig.geometry, host_slots=slots, device_slots=rig.rows(6))
+        found = engine.route(plan)
+        assert found is not None
+        engine._carrier._router.batched = not gpu.batches  # type: ignore[attr-defined]
+        engine._carrier._router._routes.clear()  # type: ignore[attr-defined]
+        other = engine.route(plan)
+        assert other is not None
+        took = [one.seconds["staged by layers"] for one in (found, other)]
+        assert took == sorted(took, reverse=not gpu.batches)
+        assert took[0] != took[1]
+    rig.host.close()
 
 
 @pytest.mark.parametrize("num_layers", [61, 78])

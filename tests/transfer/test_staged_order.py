@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.transfer.device_rig import PAGE
 from tests.transfer.fake_gpu import FakeGpu
-from tests.transfer.scene import Scene
+from tests.transfer.scene import Scene, staged_bytes
 
 from kvferry.geometry import Geometry, Plane
 from kvferry.transfer import movers
@@ -110,7 +110,8 @@ def test_the_second_comes_after_the_first(
     taken: tuple[Mover, Mover],
 ) -> None:
     """Slots or rows that both use end as if the second began when the first was over."""
-    scene = Scene(gpu, _GEOMETRY, 11)
+    # With room for both whole: else kernels wait for copies to empty it, and are in order by that.
+    scene = Scene(gpu, _GEOMETRY, 11, staging_bytes=5 * _COUNT * staged_bytes(_GEOMETRY))
     held = _num_in_order(gpu, scene, turns, taken, shared=shared, ways=(first, second))
     # Kernels and reports of every direction that moves, at the least.
     assert held >= 2 * len({first, second})

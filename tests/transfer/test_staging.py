@@ -283,6 +283,20 @@ def test_layers_that_do_not_move_are_not_crossed(with_gaps: bool) -> None:
     assert _bands(geometry, with_gaps=with_gaps, spans=spans) == [(0, 100), (200, 100)]
 
 
+def test_a_layer_of_another_plane_is_no_neighbour() -> None:
+    """Also where it would be the next by its number, and what lies between is small."""
+    geometry = Geometry(
+        planes=(
+            Plane(name="one", num_layers=1, element_size=100, layer_ids=(1,)),
+            Plane(name="two", num_layers=2, element_size=50, layer_ids=(0, 1)),
+        ),
+        page_size=1,
+        span_alignment=1,
+    )
+    spans = [span for span in geometry.spans_by_layer() if span.model_layer == 1]
+    assert _bands(geometry, with_gaps=True, spans=spans) == [(0, 100), (150, 50)]
+
+
 @pytest.mark.parametrize("with_gaps", [False, True])
 @pytest.mark.parametrize("num_slots", [1, 4])
 def test_layers_of_a_layer_first_pool_are_apart(num_slots: int, with_gaps: bool) -> None:
