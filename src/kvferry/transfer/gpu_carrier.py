@@ -286,11 +286,9 @@ class GpuCarrier:
             ends_in.remove(theirs)
             if staged is None:
                 launch_direct(self._launcher, plan, table, commands, streams.kernels, reached)
-            else:
-                staged.launch(plan, route, table, commands, streams, reached)
-            if staged is None:
                 transfer.moved = transfer.layers[plan.model_layers[-1]]
             else:
+                staged.launch(plan, route, table, commands, streams, reached)
                 is_load = plan.direction is Direction.LOAD
                 transfer.moved = self._recorded(streams.kernels if is_load else streams.copies)
             streams.reports.wait_for(transfer.moved)

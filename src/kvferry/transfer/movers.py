@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvferry.kernels import RELAYOUT_BLOCKS
 from kvferry.kernels.jit import Event, Stream
 from kvferry.transfer.host_copies import HostCopies
-from kvferry.transfer.staging import SHORT_PIECE_BYTES, pieces_of
+from kvferry.transfer.staging import SHORT_PIECE_BYTES, piece_capacity, pieces_of
 from kvferry.transfer.staging_ring import StagingRing
 from kvferry.types import Direction
 
@@ -107,7 +107,7 @@ class StagedMover:
         self._launcher = launcher
         self._copies = HostCopies(context, pinned)
         self._blocks = RELAYOUT_BLOCKS * context.num_multiprocessors
-        self._capacity = staging_bytes // 2
+        self._capacity = piece_capacity(staging_bytes)
         self._cuts: dict[tuple[int, int], tuple[Route, list[Piece]]] = {}
         self._rings: dict[Direction, StagingRing] = {}
         self._begun: dict[Direction, Event] = {}

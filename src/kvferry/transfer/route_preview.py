@@ -18,7 +18,13 @@ from kvferry.transfer.movers import DEFAULT_STAGING_BYTES
 from kvferry.transfer.paths import disabled_gpu_paths, staging_is_disabled
 from kvferry.transfer.route import Route, plan_route
 from kvferry.transfer.router import host_places, planned_count
-from kvferry.transfer.staging import SHORT_PIECE_BYTES, Place, pieces_of, wants_one_call
+from kvferry.transfer.staging import (
+    SHORT_PIECE_BYTES,
+    Place,
+    piece_capacity,
+    pieces_of,
+    wants_one_call,
+)
 from kvferry.types import Direction, Layout, Mover, SlotKind
 
 if TYPE_CHECKING:
@@ -137,7 +143,7 @@ def preview_route(
     if not spans:
         raise PlanError("this geometry keeps nothing in page slots: no plane follows the tokens")
     views = _host_views(geometry, host_layout)
-    capacity = staging_bytes // 2
+    capacity = piece_capacity(staging_bytes)
     places: dict[int, Place] = {}
     if staging_is_disabled():
         why_not = "switched off by KVFERRY_DISABLE_PATHS"

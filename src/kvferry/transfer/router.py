@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.errors import ConfigError
 from kvferry.transfer.route import Route, plan_route
-from kvferry.transfer.staging import Place, place_of
+from kvferry.transfer.staging import Place, piece_capacity, place_of
 from kvferry.types import Mover
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Router:
     ) -> None:
         self.profile = profile
         self._mover = mover
-        self.capacity = staging_bytes // 2
+        self.capacity = piece_capacity(staging_bytes)
         """Bytes of staging that one piece may take."""
 
         self._why_not = why_not_staged
@@ -106,7 +106,7 @@ class Router:
 
 def check_staging_bytes(host: HostPages, staging_bytes: int) -> None:
     """Raise ConfigError where a page of one layer takes more than half of it."""
-    _, why_not = _places(host, staging_bytes // 2)
+    _, why_not = _places(host, piece_capacity(staging_bytes))
     if "staging_bytes" in why_not:
         raise ConfigError(f"staging_bytes={staging_bytes:,} is too little: {why_not}")
 

@@ -31,6 +31,7 @@ __all__ = [
     "Run",
     "cut_copy",
     "group_layers",
+    "piece_capacity",
     "pieces_of",
     "place_of",
     "runs_of",
@@ -113,6 +114,11 @@ class Run(NamedTuple):
     first_page: int
     first_slot: int
     num_pages: int
+
+
+def piece_capacity(staging_bytes: int) -> int:
+    """Bytes that one piece may take of a direction's staging: one is copied, one is laid out."""
+    return staging_bytes // 2
 
 
 def place_of(view: LayerView, rows_per_page: int) -> Place | None:
