@@ -4,6 +4,7 @@
 #   make setup   everything for development, into .venv
 #   make demo    a real model's prefix, stored and brought back; DEMO_ARGS="..." is passed on
 #   make test    the test suite; PYTEST_ARGS="..." is passed on
+#   make soak    the tests that repeat something, ten times as long; PYTEST_ARGS="..." is passed on
 #   make lint    formatting, lint, types, import contracts
 #   make bench   CPU copy speed; BENCH_ARGS="..." is passed on
 #   make gpu     all that needs a GPU, with PYTHON as it is; GPU_ARGS="..." is passed on
@@ -44,7 +45,7 @@ PIP_INSTALL_SELF := $(if $(C_COMPILER),CC="$(C_COMPILER)") $(PIP_INSTALL) --no-b
 NATIVE_SOURCES := $(wildcard src/kvferry/kernels/csrc/*.[ch])
 FIND_C_LIKE := find src tests -regex '.*\.\(c\|cpp\|cu\|cuh\|h\|hpp\)' -type f
 
-.PHONY: help setup demo test lint format bench gpu FORCE
+.PHONY: help setup demo test soak lint format bench gpu FORCE
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -55,6 +56,9 @@ demo: $(VENV)/.stamp-demo
 
 test: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+soak: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest -m soak --soak-factor 10 --timeout 3600 $(PYTEST_ARGS)
 
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python benchmarks/cpu_copy.py $(BENCH_ARGS)

@@ -86,7 +86,9 @@ _THROUGHPUT = {
 _SANITIZERS = (("memcheck", "30"), ("racecheck", "12"), ("initcheck", "20 --strided-copies"))
 _SANITIZER_SECS = 45
 # Steps that take minutes: only where they are asked for.
-_SOAKS = frozenset({"long_contexts"})
+_SOAKS = frozenset({"long_contexts", "long_write_backs"})
+# 40 times the 5 rounds that the tests make without.
+_SOAK_OPTIONS = ("-m", "gpu and soak", "--soak-factor", "40", "-o", "timeout=400")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +197,8 @@ def _steps(*, quick: bool) -> Iterator[_Step]:
             else "compute-sanitizer is neither on PATH nor in CUDA's folders; "
             "it comes with the CUDA toolkit",
         )
+    soaks = (python, "-m", "pytest", *_TESTS, *_PYTEST_OPTIONS, *_SOAK_OPTIONS)
+    yield _Step("long_write_backs", soaks, 420, must_print=tested)
     yield _Step("long_contexts", _benchmark(python, "long_contexts", "--seconds 300"), 580)
 
 

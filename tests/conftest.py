@@ -13,6 +13,23 @@ hypothesis.settings.register_profile("kvferry", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("kvferry")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long the tests go on that are marked `soak`."""
+    parser.addoption(
+        "--soak-factor",
+        type=int,
+        default=1,
+        help="repeat what tests marked `soak` repeat so many times as often; `make soak` sets it",
+    )
+
+
+@pytest.fixture
+def soak_factor(request: pytest.FixtureRequest) -> int:
+    """By how much a test marked `soak` is to multiply its rounds."""
+    factor: int = request.config.getoption("--soak-factor")
+    return factor
+
+
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take kvferry's variables out of the environment: a test sets those it is about."""

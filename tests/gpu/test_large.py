@@ -101,9 +101,10 @@ def test_two_thousand_pages_at_once(make_rig: Callable[..., GpuRig]) -> None:
     pools.reader.close()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("num_layers", [61, 78])
 def test_long_write_backs_through_little_staging(
-    make_rig: Callable[..., GpuRig], num_layers: int
+    make_rig: Callable[..., GpuRig], num_layers: int, soak_factor: int
 ) -> None:
     """2,048 pages in one call, then one, then none, with room for 7 pages in staging."""
     count = 2048
@@ -115,7 +116,7 @@ def test_long_write_backs_through_little_staging(
     rng = np.random.default_rng(num_layers)
     rig.fill(1)
     image = rig.tensor.clone()
-    for _ in range(_LONG_ROUNDS):
+    for _ in range(_LONG_ROUNDS * soak_factor):
         for pages in (count, 1, 0):
             slots = rng.permutation(rig.num_slots)[:pages]
             rows = rng.permutation(rig.tensor.shape[1])[: pages * _PAGE].reshape(pages, _PAGE)

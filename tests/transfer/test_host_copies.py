@@ -55,7 +55,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         rows(self, stream, host, host_pitch, *rest)
 
     def piece_copy(self: PieceCopy, stream: Stream, *told: Any) -> None:
-        targets, sources, sizes = (side.tolist() for side in told)
+        targets, sources, sizes = (side.ravel().tolist() for side in told)
         on_host = {True: sources, False: targets}[self.__dict__["to_device"]]
         found.extend(zip(on_host, sizes, strict=True))
         pieces(self, stream, *told)
@@ -118,7 +118,7 @@ def test_random_pieces_over_random_borders(
                 else:
                     expected[0][at : at + width] = device[there : there + width]
         plan: Any = SimpleNamespace(direction=direction, host_slots=slots, host_runs=runs_of(slots))
-        copies.submit(plan, piece, group, staging.address + 64, Stream(context))
+        copies.of(plan, Stream(context)).submit(piece, group, staging.address + 64)
         assert_bytes_equal(host, expected[0], "the host")
         assert_bytes_equal(device, expected[1], "staging")
         assert sum(width for _, width in parts) == piece.num_pages * group.width

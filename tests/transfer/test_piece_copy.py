@@ -53,7 +53,7 @@ def _context(gpu: _Gpu) -> Iterator[Context]:
 
 
 def _numbers(*values: int) -> Any:
-    return np.array(values, np.uint64)
+    return np.array(values, np.int64)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from kvferry.memory import HostPool
 from kvferry.memory.pin_driver import ContextPinDriver
 from kvferry.testing import assert_bytes_equal
 from kvferry.transfer import TransferHandle, TransferPlan, movers
-from kvferry.transfer.host_copies import HostCopies
+from kvferry.transfer.host_copies import PlanCopies
 from kvferry.transfer.movers import StagedMover
 from kvferry.transfer.route import Route
 from kvferry.transfer.router import Router
@@ -350,7 +350,7 @@ def test_a_copy_that_is_not_cut_is_seen(
     if run == 1 and not registered:
         pytest.skip("no slot lies on a border, so there is nothing to cut")
     scene = _chunked(gpu, registered, run)
-    monkeypatch.setattr(HostCopies, "_end_of_chunk", lambda *_: 1 << 62)
+    monkeypatch.setattr(PlanCopies, "_end_of_chunk", lambda *_: 1 << 62)
     scene.move(True, _in_runs(scene.rng, 24, run), scene.rig.rows(24)).wait()
     assert any("is not in one piece" in fault for fault in gpu.faults)
     gpu.faults.clear()

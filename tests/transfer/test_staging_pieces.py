@@ -223,9 +223,9 @@ def test_no_rows_are_no_parts() -> None:
 # ------------------------------------------------------------------------------- wants_one_call
 
 
-def test_many_calls_for_few_bytes_are_one_call() -> None:
-    """Each call has 16 MiB to carry or it is not worth its pause; a single one stays what it is."""
-    enough = 16 << 20
+def test_many_calls_for_few_parts_are_one_call() -> None:
+    """Each call stands for 60 parts or it is not worth its pause; a single one stays what it is."""
+    enough = 60
     assert not wants_one_call(1, 1)
     assert not wants_one_call(2, 2 * enough)
     assert wants_one_call(2, 2 * enough - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvferry.transfer.plan import TransferPlan
     from kvferry.transfer.staging import Group, Piece
 
-__all__ = ["HostCopies"]
+__all__ = ["HostCopies", "PlanCopies"]
 
 _ONE_RUN = range(1)
 _Numbers = NDArray[np.int64]
@@ -51,42 +51,68 @@ class HostCopies:
         """Whether many pieces can go in one call. With an older driver each run is a call."""
         return self._pieces is not None
 
-    def submit(
-        self, plan: TransferPlan, piece: Piece, group: Group, staging: int, stream: Stream
+    def of(self, plan: TransferPlan, stream: Stream) -> PlanCopies:
+        """Those of one plan, in `stream`."""
+        return PlanCopies(plan, stream, self._rows[plan.direction], self._pieces, self._pinned)
+
+
+class _Pages(NamedTuple):
+    """Every band of every page of a plan as a piece. Shapes: ``[pages, bands]``."""
+
+    host: _Numbers
+    in_staging: _Numbers
+    """Counted from where the first page lies."""
+
+    sizes: _Numbers
+    in_one_chunk: bool
+    """No piece crosses from one registration into the next."""
+
+
+class PlanCopies:
+    """Copies between the host pages of one plan and staging. Made by `HostCopies.of`."""
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        stream: Stream,
+        rows: RowCopy,
+        pieces: PieceCopy | None,
+        pinned: PinnedAddresses,
     ) -> None:
-        """Between the host pages of `piece` and its room at `staging`, as `plan` goes.
+        self._plan = plan
+        self._stream = stream
+        self._rows = rows
+        self._pieces = pieces
+        self._pinned = pinned
+        self._pages: dict[int, _Pages] = {}
+
+    def submit(self, piece: Piece, group: Group, staging: int) -> None:
+        """Between the host pages of `piece` and its room at `staging`, as the plan goes.
 
         Few long runs are strided copies, a call each; else all pages are pieces of one call.
 
         Raises:
             DriverError: The driver refused, or earlier work has failed.
         """
-        runs = plan.host_runs
+        runs = self._plan.host_runs
         if len(runs) == 1:
-            self._copy_runs(plan, piece, group, staging, stream, _ONE_RUN)
+            self._copy_runs(piece, group, staging, _ONE_RUN)
             return
         end = piece.first_page + piece.num_pages
         first = bisect.bisect_right(runs, piece.first_page, key=lambda run: run.first_page) - 1
         last = bisect.bisect_left(runs, end, lo=first, key=lambda run: run.first_page)
         num_calls = (last - first) * len(group.bands)
-        if self._pieces is not None and wants_one_call(num_calls, piece.num_pages * group.width):
-            self._copy_pages(self._pieces, plan, piece, group, staging, stream)
+        num_parts = piece.num_pages * len(group.bands)
+        if self._pieces is not None and wants_one_call(num_calls, num_parts):
+            self._copy_pages(self._pieces, piece, group, staging)
         else:
-            self._copy_runs(plan, piece, group, staging, stream, range(first, last))
+            self._copy_runs(piece, group, staging, range(first, last))
 
-    def _copy_runs(
-        self,
-        plan: TransferPlan,
-        piece: Piece,
-        group: Group,
-        staging: int,
-        stream: Stream,
-        which: range,
-    ) -> None:
-        copy = self._rows[plan.direction].submit
+    def _copy_runs(self, piece: Piece, group: Group, staging: int, which: range) -> None:
+        copy, stream = self._rows.submit, self._stream
         end = piece.first_page + piece.num_pages
         for at in which:
-            run = plan.host_runs[at]
+            run = self._plan.host_runs[at]
             begin = max(run.first_page, piece.first_page)
             rows = min(run.first_page + run.num_pages, end) - begin
             slot = run.first_slot + begin - run.first_page
@@ -109,35 +135,41 @@ class HostCopies:
                         count,
                     )
 
-    def _copy_pages(
-        self,
-        copy: PieceCopy,
-        plan: TransferPlan,
-        piece: Piece,
-        group: Group,
-        staging: int,
-        stream: Stream,
-    ) -> None:
-        slots = plan.host_slots[piece.first_page : piece.first_page + piece.num_pages]
-        pages = np.arange(piece.num_pages) * group.pitch + staging
-        bands = group.bands
-        host = np.concatenate([slots * one.place.pitch + one.place.address for one in bands])
-        device = np.concatenate([pages + one.in_staging for one in bands])
-        sizes = np.repeat([one.width for one in bands], piece.num_pages)
-        host, device, sizes = self._inside_chunks(host, device, sizes)
-        told = (host, device) if plan.direction is Direction.STORE else (device, host)
-        targets, sources = (side.view(np.uint64) for side in told)
-        copy.submit(stream, targets, sources, sizes.view(np.uint64))
+    def _copy_pages(self, copy: PieceCopy, piece: Piece, group: Group, staging: int) -> None:
+        pages = self._pages.get(piece.group)
+        if pages is None:  # of all pages at once: numpy costs by the call
+            pages = self._pages[piece.group] = self._pages_of(group)
+        host = pages.host[piece.first_page : piece.first_page + piece.num_pages]
+        device = pages.in_staging[: piece.num_pages] + staging
+        sizes = pages.sizes[: piece.num_pages]
+        if not pages.in_one_chunk:
+            host, device, sizes = self._inside_chunks(host, device, sizes)
+        if self._plan.direction is Direction.STORE:
+            copy.submit(self._stream, host, device, sizes)
+        else:
+            copy.submit(self._stream, device, host, sizes)
+
+    def _pages_of(self, group: Group) -> _Pages:
+        bands, slots = group.bands, self._plan.host_slots
+        host = np.empty((len(slots), len(bands)), dtype=np.int64)
+        in_staging, sizes = np.empty_like(host), np.empty_like(host)
+        from_first = np.arange(len(slots)) * group.pitch
+        for at, ((address, pitch), width, offset) in enumerate(bands):
+            host[:, at] = slots * pitch + address
+            in_staging[:, at] = from_first + offset
+            sizes[:, at] = width
+        end = int(host.max()) + max(band.width for band in bands)
+        return _Pages(host, in_staging, sizes, end <= self._end_of_chunk(int(host.min())))
 
     def _inside_chunks(
         self, host: _Numbers, device: _Numbers, sizes: _Numbers
     ) -> tuple[_Numbers, _Numbers, _Numbers]:
         """The same pieces, cut where one would cross from one registration into the next."""
-        if int(host.max()) + int(sizes.max()) <= self._end_of_chunk(int(host.min())):
-            return host, device, sizes
         parts = [
             (at + offset, to + offset, part)
-            for at, to, size in zip(host.tolist(), device.tolist(), sizes.tolist(), strict=True)
+            for at, to, size in zip(
+                host.ravel().tolist(), device.ravel().tolist(), sizes.ravel().tolist(), strict=True
+            )
             for _, _, offset, part in cut_copy(at, size, size, 1, self._end_of_chunk)
         ]
         cut = np.array(parts, dtype=np.int64)

@@ -247,9 +247,9 @@ class LinkBench:
         if self._pieces is None:
             return BUILT_IN.piece_seconds
         width = WIDTHS[-1]
-        at = np.arange(self._num_rows(width) // _MAX_COLUMNS, dtype=np.uint64)
-        host = at * np.uint64(_PITCH) + np.uint64(self._host.address)
-        device = at * np.uint64(width) + np.uint64(self._device.address)
+        at = np.arange(self._num_rows(width) // _MAX_COLUMNS)
+        host = at * _PITCH + self._host.address
+        device = at * width + self._device.address
         sizes = np.full_like(at, width)
         spent = []
         for _ in range(1 + self._effort.repeats):

@@ -148,7 +148,8 @@ class StagedMover:
         begun = self._begun[plan.direction]
         begun.record(streams.kernels.handle)
         streams.aside.wait_for(begun)
-        launch, copy, blocks = self._launcher.launch_staged, self._copies.submit, self._blocks
+        launch, blocks = self._launcher.launch_staged, self._blocks
+        copy = self._copies.of(plan, copies).submit
         self._launcher.begin(plan, table, commands)
         before: Event | None = None  # where the piece before is, in the other lane
         for number, piece in enumerate(self._pieces(plan, route)):
@@ -157,7 +158,7 @@ class StagedMover:
             brings, takes = (copies, lane) if is_load else (lane, copies)
             room = ring.take(piece.num_pages * group.pitch, (copies,) if is_load else lanes)
             if is_load:
-                copy(plan, piece, group, room.address, copies)
+                copy(piece, group, room.address)
             else:
                 launch(step, commands, piece, room.address, blocks, lane)
             room.filled.record(brings.handle)
@@ -165,7 +166,7 @@ class StagedMover:
             if is_load:
                 launch(step, commands, piece, room.address, blocks, lane)
             else:
-                copy(plan, piece, group, room.address, copies)
+                copy(piece, group, room.address)
             room.emptied.record(takes.handle)
             if piece.ends_group:
                 # Of this group, or of layers before it: bytes are there layer after layer, and

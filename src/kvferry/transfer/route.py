@@ -27,7 +27,7 @@ _FIRST_GROUP_LAUNCHES = 4
 # What a second of the CPU counts, that the transfer does not wait for.
 _CPU_WEIGHT = 0.1
 # A way that is slower by less than this is taken for other reasons.
-_CLOSE = 1.01
+_CLOSE = 1.02
 
 
 @dataclasses.dataclass(frozen=True)

@@ -237,7 +237,7 @@ def _copies(
         group = route.groups[piece.group]
         runs = (piece.first_page + piece.num_pages - 1) // run - piece.first_page // run + 1
         calls = runs * len(group.bands)
-        many = run < num_pages and wants_one_call(calls, piece.num_pages * group.width)
+        many = run < num_pages and wants_one_call(calls, piece.num_pages * len(group.bands))
         yield (1, True) if many else (calls, False)
 
 

@@ -41,7 +41,7 @@ __all__ = [
 _BAND_ALIGNMENT = 256
 # The copy engine's limit on the bytes from one row to the next: CU_DEVICE_ATTRIBUTE_MAX_PITCH.
 _MAX_PITCH = (1 << 31) - 1
-_BYTES_WORTH_A_CALL = 16 << 20
+_PARTS_WORTH_A_CALL = 60
 SHORT_PIECE_BYTES = 4 << 20
 """The shortest last piece of a load and first of a store: its relayout is beside no copy."""
 
@@ -288,13 +288,14 @@ def cut_copy(
         row += 1
 
 
-def wants_one_call(num_calls: int, num_bytes: int) -> bool:
-    """Whether pages of a piece had better be copied as pieces of one call than run by run.
+def wants_one_call(num_calls: int, num_parts: int) -> bool:
+    """Whether the `num_parts` bands of a piece's pages had better go as parts of one call than in
+    `num_calls` calls, each for a run of pages.
 
-    A call pauses the copy engine for 3 us, here more than 1 % of what it carries; pieces of one
-    call do not, but each costs the CPU.
+    A call pauses the copy engine for 3 us; parts of one call do not, but each costs the CPU half a
+    microsecond, which counts a tenth.
     """
-    return num_calls > 1 and num_calls * _BYTES_WORTH_A_CALL > num_bytes
+    return num_calls > 1 and num_calls * _PARTS_WORTH_A_CALL > num_parts
 
 
 def runs_of(host_slots: NDArray[np.int64]) -> list[Run]:

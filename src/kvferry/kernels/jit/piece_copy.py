@@ -76,19 +76,21 @@ class PieceCopy:
     def submit(
         self,
         stream: Stream,
-        targets: NDArray[np.uint64],
-        sources: NDArray[np.uint64],
-        sizes: NDArray[np.uint64],
+        targets: NDArray[np.int64],
+        sources: NDArray[np.int64],
+        sizes: NDArray[np.int64],
     ) -> None:
-        """Copy `sizes` bytes each from `sources` to `targets`. Shape of all: ``[pieces]``.
+        """Copy `sizes` bytes each from `sources` to `targets`, addresses as they are in 64 bits.
+
+        All have one shape, and their numbers lie side by side in memory.
 
         Raises:
             DriverError: The driver refused, or earlier work has failed.
         """
         status = self._call(
-            *(targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes)),
+            *(targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, sizes.size),
             *(*self._told, int(stream.handle)),
         )
         if status:
             code = self._driver.bindings.CUresult(status)
-            raise self._driver.error(code, f"{len(sizes)} pieces could not be copied")
+            raise self._driver.error(code, f"{sizes.size} pieces could not be copied")
