@@ -28,6 +28,7 @@ found, the limit it broke and what to do next.
     │   ├── DriverTooOldError               the driver cannot run what it is given
     │   └── LaunchError                     the driver refused to start a kernel
     ├── ConfigError (ValueError)            an environment variable or option has a bad value
+    ├── MetricsError (ValueError)           a figure that cannot have been measured, or a name twice
     └── MissingDependencyError (ImportError)  an optional package is not installed
 """
 
@@ -47,6 +48,7 @@ __all__ = [
     "KVFerryError",
     "KernelSourceError",
     "LaunchError",
+    "MetricsError",
     "MissingDependencyError",
     "NoDeviceError",
     "PinError",
@@ -161,7 +163,17 @@ class LaunchError(DriverError):
 
 
 class ConfigError(KVFerryError, ValueError):
-    """An environment variable or an option has a value that kvferry does not accept."""
+    """An environment variable or an option has a value that kvferry does not accept.
+
+    Attributes:
+        settings: what it is about, as ``section.field``; empty where no setting of the config is.
+    """
+
+    settings: tuple[str, ...] = ()
+
+
+class MetricsError(KVFerryError, ValueError):
+    """A figure that cannot have been measured, or a metric that the registry has already."""
 
 
 class MissingDependencyError(KVFerryError, ImportError):
