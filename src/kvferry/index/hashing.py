@@ -11,6 +11,7 @@ stored pages unreachable: then, and only then, `KEY_VERSION` goes up.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -82,6 +83,10 @@ class Namespace:
 
     def root(self) -> bytes:
         """32 bytes that differ wherever two namespaces differ in any field."""
+        return self._root
+
+    @functools.cached_property
+    def _root(self) -> bytes:
         told = _hash("root")
         for field in dataclasses.fields(self):
             _add_framed(told, field.name.encode())
