@@ -9,6 +9,8 @@ found, the limit it broke and what to do next.
     │   └── UnknownArchitectureError        a model config kvferry cannot read
     ├── ViewError (ValueError)              a tensor that does not fit its plane or its storage
     ├── PlanError (ValueError)              indices, planes or layers of a transfer are wrong
+    ├── PageKeyError (ValueError)           tokens or a namespace that no page key can be made from
+    ├── PrefixIndexError                    the prefix index was misused, or does not add up
     ├── HostMemoryError
     │   ├── BudgetError (MemoryError)       more host memory was asked for than there is
     │   ├── SlotOwnershipError              a slot was freed twice, or by somebody else
@@ -51,10 +53,12 @@ __all__ = [
     "MetricsError",
     "MissingDependencyError",
     "NoDeviceError",
+    "PageKeyError",
     "PinError",
     "PlanError",
     "PoolClosedError",
     "PoolInUseError",
+    "PrefixIndexError",
     "SlotOwnershipError",
     "TransferError",
     "TransferFaultError",
@@ -82,6 +86,14 @@ class ViewError(KVFerryError, ValueError):
 
 class PlanError(KVFerryError, ValueError):
     """Indices, planes, layers or page keys of a transfer that cannot be carried out."""
+
+
+class PageKeyError(KVFerryError, ValueError):
+    """Tokens, content spans or a namespace that no page key can be made from."""
+
+
+class PrefixIndexError(KVFerryError):
+    """A node, slot or pin that the prefix index does not have, or an index that does not add up."""
 
 
 class HostMemoryError(KVFerryError):
