@@ -29,6 +29,7 @@ found, the limit it broke and what to do next.
     │   ├── NoDeviceError                   there is no driver, or no such GPU
     │   ├── DriverTooOldError               the driver cannot run what it is given
     │   └── LaunchError                     the driver refused to start a kernel
+    ├── TraceError (ValueError)             a trace of requests that cannot be replayed
     ├── ConfigError (ValueError)            an environment variable or option has a bad value
     ├── MetricsError (ValueError)           a figure that cannot have been measured, or a name twice
     └── MissingDependencyError (ImportError)  an optional package is not installed
@@ -60,6 +61,7 @@ __all__ = [
     "PoolInUseError",
     "PrefixIndexError",
     "SlotOwnershipError",
+    "TraceError",
     "TransferError",
     "TransferFaultError",
     "TransferTimeoutError",
@@ -172,6 +174,10 @@ class DriverTooOldError(DriverError):
 
 class LaunchError(DriverError):
     """The driver refused to start a kernel, or reported an earlier kernel's failure instead."""
+
+
+class TraceError(KVFerryError, ValueError):
+    """A trace that cannot be read, or in which a line is no request; the message has its number."""
 
 
 class ConfigError(KVFerryError, ValueError):

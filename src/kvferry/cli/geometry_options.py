@@ -28,6 +28,7 @@ def add_geometry_options(
     parser: argparse._ActionsContainer,
     *,
     optional: bool = False,
+    option: str | None = None,
     page_size: str = "tokens a page (64)",
 ) -> None:
     """Add ``CONFIG`` and the options of a geometry to `parser`.
@@ -35,14 +36,16 @@ def add_geometry_options(
     Args:
         parser: Of a command, or a group of its arguments.
         optional: The command also works without CONFIG.
+        option: The name of the option that CONFIG is the value of, and which must be given; None:
+            it is an argument of its own.
         page_size: What ``--page-size`` is.
     """
-    parser.add_argument(
-        "config",
-        metavar="CONFIG",
-        nargs="?" if optional else None,
-        help="a Hugging Face config.json, the folder that holds it, or a JSON file with planes",
-    )
+    told = "a Hugging Face config.json, the folder that holds it, or a JSON file with planes"
+    if option is None:
+        nargs = "?" if optional else None
+        parser.add_argument("config", metavar="CONFIG", nargs=nargs, help=told)
+    else:
+        parser.add_argument(option, dest="config", metavar="CONFIG", required=True, help=told)
     # Defaults stand in the library. None here tells an option that was not given.
     parser.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks (1)")
     parser.add_argument("--tp-rank", type=int, metavar="R", help="this rank (0)")
