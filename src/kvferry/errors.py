@@ -20,6 +20,9 @@ found, the limit it broke and what to do next.
     ├── TransferError
     │   ├── TransferFaultError              a copy failed while it ran
     │   └── TransferTimeoutError (TimeoutError)
+    ├── RankError                           ranks could not agree: one is dead, broken or gave up
+    │   ├── RankMismatchError               ranks made different calls
+    │   └── RankTimeoutError (TimeoutError) a rank did not come in time
     ├── JITError
     │   ├── KernelSourceError               a kernel's text, header or option is not as it must be
     │   ├── CompileError                    the compiler refused a kernel
@@ -60,6 +63,9 @@ __all__ = [
     "PoolClosedError",
     "PoolInUseError",
     "PrefixIndexError",
+    "RankError",
+    "RankMismatchError",
+    "RankTimeoutError",
     "SlotOwnershipError",
     "TraceError",
     "TransferError",
@@ -132,6 +138,18 @@ class TransferFaultError(TransferError):
 
 class TransferTimeoutError(TransferError, TimeoutError):
     """A wait reached its deadline; the transfer itself goes on."""
+
+
+class RankError(KVFerryError):
+    """Ranks could not agree: one is dead, has closed or gave up. They are broken from then on."""
+
+
+class RankMismatchError(RankError):
+    """Ranks made different calls, or brought different numbers of values; all of them raise it."""
+
+
+class RankTimeoutError(RankError, TimeoutError):
+    """A rank did not come before the deadline."""
 
 
 class JITError(KVFerryError):
