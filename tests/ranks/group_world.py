@@ -49,6 +49,8 @@ class _Rank:
         # A group for each scenario, as most of them end with a broken one.
         group = dist.new_group(backend="gloo")
         assert group is not None
+        # Ranks leave new_group one by one. One that dies now would fail that of the others.
+        dist.barrier()
         return RecordedCollective(GroupCollective(group), before)
 
     def _try(self, name: str, values: list[int], *, timeout: float = LONG) -> None:
@@ -121,6 +123,7 @@ class _Rank:
 
 def _run_rank(folder: Path, rank: int, size: int, last: str, pipes: tuple[int, int]) -> None:
     told, go = pipes
+    signal.alarm(100)  # a rank that waits for one that failed does not outlive the test
     one = _Rank(rank, size, lambda: _write(told), lambda: _read(go))
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
@@ -169,7 +172,7 @@ def _run_world(folder: Path, size: int, last: str) -> None:
 
 
 if __name__ == "__main__":
-    signal.alarm(110)  # also of the children's parent: no world outlives its test
+    signal.alarm(110)
     for world in sys.argv[2:]:
         count, _, how = world.partition(":")
         _run_world(Path(sys.argv[1], world), int(count), how)
