@@ -165,7 +165,7 @@ def test_transparent_huge_pages_for_a_part(monkeypatch: pytest.MonkeyPatch) -> N
         assert advised == [64 * MIB]
         assert made.backing.pages is PageKind.TRANSPARENT
         assert made.backing.huge_bytes == 32 * MIB
-        assert f"{32 * MIB} of 65.00 MiB" in str(made.backing)
+        assert "transparent huge pages for 49 % of 65.00 MiB" in str(made.backing)
 
 
 def test_a_kernel_that_does_not_know_the_advice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,11 @@ def test_a_pool_without_enough_huge_pages(kernel: _Kernel) -> None:
         assert pool.budget.limited_by is BudgetSource.MACHINE
         assert pool.backing.pages is PageKind.TRANSPARENT
         assert "100.00 MiB" in pool.backing.notes[0]
-        assert "no reserved huge pages" in repr(pool)
+        assert "no reserved huge pages" in str(pool.backing)
+        assert (
+            "transparent huge pages for 99 % of 181.00 MiB (189793704 B), 1 note in backing"
+            in repr(pool)
+        )
     assert kernel.asked == []
     with pytest.raises(BudgetError, match=r"the machine has .*; no reserved huge pages: 100"):
         HostPool(_geometry(), num_slots=181, reading=_reading(free=MIB, huge=100 * MIB))

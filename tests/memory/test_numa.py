@@ -103,7 +103,8 @@ def test_without_the_right_to_bind(monkeypatch: pytest.MonkeyPatch, code: int) -
         assert pool.backing.node is None
         (note,) = pool.backing.notes
         assert "not bound to node 1 (not you)" in note
-        assert "CAP_SYS_NICE" in repr(pool)
+        assert "CAP_SYS_NICE" in str(pool.backing)
+        assert "ordinary pages, 1 note in backing" in repr(pool)
         pool.slot_view(3)[:] = bytes(pool.slot_bytes)
 
 

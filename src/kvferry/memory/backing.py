@@ -82,6 +82,11 @@ class Backing:
     """What was asked for and not had, and why."""
 
     def __str__(self) -> str:
+        return "; ".join([self.summary, *self.notes])
+
+    @property
+    def summary(self) -> str:
+        """What was got, in a few words: ``reserved huge pages, shared, node 1 for all of it``."""
         words = [f"{self.pages.value} pages"]
         if self.pages is PageKind.TRANSPARENT:
             words[0] = f"transparent huge pages for {_share(self.huge_bytes, self.num_bytes)}"
@@ -93,7 +98,7 @@ class Backing:
             words.append(f"node {self.node}")
         elif self.node is not None:
             words.append(f"node {self.node} for {_share(self.node_bytes or 0, self.num_bytes)}")
-        return "; ".join([", ".join(words), *self.notes])
+        return ", ".join(words)
 
 
 def check_huge_pages(asked: str) -> None:
@@ -151,7 +156,9 @@ def bytes_by_node(
 
 
 def _share(part: int, whole: int) -> str:
-    return f"{part} of {format_bytes(whole)}" if part < whole else "all of it"
+    if part >= whole:
+        return "all of it"
+    return f"{100 * part // whole} % of {format_bytes(whole)}"
 
 
 def _read(path: Path) -> str:

@@ -353,6 +353,9 @@ class HostPool(PoolMemory):
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.num_free} of {self._num_slots} free"
+        notes = len(self._backing.notes)
+        more = f", {notes} note{'s' * (notes > 1)} in backing" if notes else ""
         return (
-            f"HostPool({self._kind.value} slots of {self._slot_bytes} B, {state}; {self._backing})"
+            f"HostPool({self._kind.value} slots of {self._slot_bytes} B, {state}; "
+            f"{self._backing.summary}{more})"
         )

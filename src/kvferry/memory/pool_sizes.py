@@ -17,7 +17,7 @@ from kvferry.types import SlotKind
 __all__ = ["DEFAULT_DEVICE_RATIO", "DEFAULT_STATE_FRACTION", "PoolSizes", "split_budget"]
 
 DEFAULT_DEVICE_RATIO = 2.5
-DEFAULT_STATE_FRACTION = 0.25
+DEFAULT_STATE_FRACTION = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def split_budget(
             than once is a pool that is smaller than the device's, which is in order.
         ratio: See `device_bytes`; more than 0.
         state_fraction: The share of states, from 0 to 1, where the geometry has both kinds of
-            planes; None is 0.25. What they leave of it is for pages.
+            planes; None is 0.1. What they leave of it is for pages.
         reserve_bytes: What stays free for others; see `check_budget`.
         reading: The memory there is; by default it is read now.
         locked: Whether the pools are to be kept out of swap.
