@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvferry.errors import DriverError, PlanError
+from kvferry.errors import PlanError
 from kvferry.kernels import NO_FAULT
 from kvferry.kernels.jit import Context, DeviceBuffer, PinnedBuffer, Stream
 from kvferry.transfer.indices import DeviceRows
@@ -77,7 +77,7 @@ def _pair(context: Context, num_bytes: int) -> tuple[DeviceBuffer, PinnedBuffer]
     device = DeviceBuffer(context, num_bytes)
     try:
         return device, PinnedBuffer(context, num_bytes)
-    except DriverError:
+    except BaseException:
         device.close()
         raise
 
@@ -98,7 +98,7 @@ class CommandBuffer:
             self._report = PinnedBuffer(context, _SMALLEST_BYTES // 8)
             held.append(self._report)
             self._sums = DeviceBuffer(context, _SMALLEST_BYTES)
-        except DriverError:
+        except BaseException:
             for one in held:
                 one.close()
             raise
@@ -247,7 +247,7 @@ class CommandBuffers:
         try:
             for _ in range(_NUM_AHEAD):
                 self._all.append(CommandBuffer(context))
-        except DriverError:
+        except BaseException:
             self.close()
             raise
         self._idle += self._all
