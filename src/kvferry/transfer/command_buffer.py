@@ -19,6 +19,7 @@ import numpy as np
 from kvferry.errors import PlanError
 from kvferry.kernels import NO_FAULT
 from kvferry.kernels.jit import Context, DeviceBuffer, PinnedBuffer, Stream
+from kvferry.transfer.closing import close_all
 from kvferry.transfer.indices import DeviceRows
 
 if TYPE_CHECKING:
@@ -229,8 +230,7 @@ class CommandBuffer:
 
     def close(self) -> None:
         """Free everything; the buffer must be idle."""
-        for held in (self._device, self._upload, self._report, self._sums):
-            held.close()
+        close_all((self._device, self._upload, self._report, self._sums))
 
 
 class CommandBuffers:
@@ -271,7 +271,6 @@ class CommandBuffers:
 
     def close(self) -> None:
         """Free all of them; no transfer may be in flight."""
-        for buffer in self._all:
-            buffer.close()
-        self._all.clear()
         self._idle.clear()
+        close_all(self._all)
+        self._all.clear()

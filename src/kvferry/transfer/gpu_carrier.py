@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kvferry.errors import (
     DriverError,
@@ -18,6 +18,7 @@ from kvferry.errors import (
 from kvferry.kernels import CopyDecision, MoveKernels
 from kvferry.kernels.jit import Event, Stream
 from kvferry.transfer.captured_transfer import CapturedTransfer
+from kvferry.transfer.closing import Closes, close_all
 from kvferry.transfer.command_buffer import CommandBuffer, CommandBuffers, row_tables
 from kvferry.transfer.device_transfer import DeviceTransfer
 from kvferry.transfer.holdings import Holdings
@@ -43,11 +44,7 @@ __all__ = ["GpuCarrier"]
 _parked: list[GpuCarrier] = []
 
 
-class _Closes(Protocol):
-    def close(self) -> None: ...
-
-
-_Kept = TypeVar("_Kept", bound=_Closes)
+_Kept = TypeVar("_Kept", bound=Closes)
 
 
 class GpuCarrier:
@@ -223,9 +220,10 @@ class GpuCarrier:
             return captured
 
     def _let_go(self, captured: CapturedTransfer) -> None:
-        if captured in self._captured:
-            self._captured.remove(captured)
-        captured.held.give_back()
+        with self._in_flight.lock:  # the engine may be closed on another thread
+            if captured in self._captured:
+                self._captured.remove(captured)
+            captured.held.give_back()
 
     def _nothing_yet(self, plan: TransferPlan) -> Holdings:
         """What a transfer holds before it has anything, where the engine takes one."""
@@ -308,7 +306,12 @@ class GpuCarrier:
         return event
 
     def close(self) -> None:
-        """Wait for what is in flight, well or not, then give all memory back."""
+        """Wait for what is in flight, well or not, then give all memory back.
+
+        Raises:
+            TransferTimeoutError: Something does not end; nothing is given back.
+            DriverError: The driver keeps something; all else is given back.
+        """
         self._closed = True
         with self._context.beside_captures():
             self._in_flight.reap()
@@ -319,18 +322,23 @@ class GpuCarrier:
             captured.close()
         if any(transfer.lost for transfer in self._in_flight):
             # The GPU may still be at it, and nobody can ask: what it uses is never used for else.
-            _parked.append(self)
+            if self not in _parked:
+                _parked.append(self)
             return
-        with self._context.beside_captures():
-            self._commands.close()
-            self._tables.close()
-            self._in_flight.close()
-            for event in self._ready.values():
-                event.close()
-            if self._staged is not None:
-                self._staged.close()
-            for stream in (*itertools.chain(*self._streams.values()), self._setup):
-                stream.close()
+        streams = itertools.chain(*self._streams.values())
+        staged = () if self._staged is None else (self._staged,)
+        with self._in_flight.lock, self._context.beside_captures():
+            close_all(
+                (
+                    self._commands,
+                    self._tables,
+                    self._in_flight,
+                    *self._ready.values(),
+                    *staged,
+                    *streams,
+                    self._setup,
+                )
+            )
 
 
 def _gpu_index(device: str) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvferry.kernels.jit import Context, Event, Stream
+from kvferry.transfer.closing import close_all
 from kvferry.transfer.indices import DeviceRows
 
 if TYPE_CHECKING:
@@ -101,8 +102,8 @@ class InFlight:
     def close(self) -> None:
         """Destroy all events; no transfer may use one any more."""
         self._spare.clear()
-        while self._events:
-            self._events.pop().close()
+        close_all(self._events)
+        self._events.clear()
 
 
 def plans_meet(one: TransferPlan, other: TransferPlan) -> bool:

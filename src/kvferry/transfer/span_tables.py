@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.errors import PlanError
 from kvferry.kernels import CopyDecision, CopyPath, GroupedConfig, decide_span, span_args
+from kvferry.transfer.closing import close_all
 from kvferry.transfer.span_table import Carried, SpanTable
 from kvferry.types import Direction, Mover
 
@@ -193,5 +194,5 @@ class SpanTables:
 
     def close(self) -> None:
         """Free all tables; no kernel may read one any more."""
-        while self._tables:
-            self._tables.popitem()[1].close()
+        close_all(self._tables.values())
+        self._tables.clear()

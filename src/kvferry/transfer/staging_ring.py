@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.errors import DriverError
 from kvferry.kernels.jit import DeviceBuffer, Event
+from kvferry.transfer.closing import close_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,6 +95,5 @@ class StagingRing:
         """Give everything back; nothing may use it any more."""
         self._live.clear()
         self._spare.clear()
-        while self._events:
-            self._events.pop().close()
-        self._memory.close()
+        close_all((*self._events, self._memory))
+        self._events.clear()
