@@ -12,7 +12,7 @@ import pytest
 from kvferry.geometry import Geometry, LayerView, Plane, PoolView, Span, host_pool_view
 from kvferry.memory import HostPool
 from kvferry.testing import place_host_layers
-from kvferry.transfer.staging import Group, Place, group_layers, place_of
+from kvferry.transfer.staging import Group, LayerGroups, Place, place_of
 from kvferry.types import Layout, SlotKind
 
 _BASE = 1 << 40
@@ -133,7 +133,7 @@ def test_pages_that_have_a_place() -> None:
     assert place_of(_view(block_stride=0), 8) == Place(_BASE, 80)
 
 
-# --------------------------------------------------------------------------------- group_layers
+# ---------------------------------------------------------------------------------- LayerGroups
 
 
 def _random_geometry(rng: random.Random) -> Geometry:
@@ -210,7 +210,7 @@ def test_random_groups(seed: int, with_gaps: bool) -> None:
     chosen = sorted(rng.sample(layers, rng.randint(1, len(layers))))
     spans = [span for span in every if span.model_layer in chosen]
     sizes = _random_sizes(rng, len(chosen))
-    groups = group_layers(spans, places, sizes, with_gaps=with_gaps)
+    groups = LayerGroups(spans, places, with_gaps=with_gaps).of(sizes)
     assert [len(group.layers) for group in groups] == list(sizes)
     assert [layer for group in groups for layer in group.layers] == chosen
     for group in groups:
@@ -231,7 +231,7 @@ def _bands(
     spans = geometry.spans_by_layer() if spans is None else spans
     places = _pool_places(geometry) if places is None else places
     num_layers = len({span.model_layer for span in spans})
-    (group,) = group_layers(spans, places, [num_layers], with_gaps=with_gaps)
+    (group,) = LayerGroups(spans, places, with_gaps=with_gaps).of([num_layers])
     _check_group(group, places, with_gaps=with_gaps)
     return [(band.place.address - _BASE, band.width) for band in group.bands]
 
@@ -319,9 +319,9 @@ def test_a_band_has_one_pitch(with_gaps: bool) -> None:
 def test_views_of_a_group_are_its_rows_in_staging() -> None:
     """Rows of a page lie side by side, pages a pitch apart, at the offset of their span."""
     sizes = [len({span.model_layer for span in _TWO_PLANES.spans()})]
-    (group,) = group_layers(
-        _TWO_PLANES.spans_by_layer(), _pool_places(_TWO_PLANES), sizes, with_gaps=True
-    )
+    (group,) = LayerGroups(
+        _TWO_PLANES.spans_by_layer(), _pool_places(_TWO_PLANES), with_gaps=True
+    ).of(sizes)
     views = list(group.views())
     assert len(views) == len(group.spans) == 5
     for view, span, offset in zip(views, group.spans, group.offsets, strict=True):
