@@ -115,6 +115,27 @@ def test_pages_that_have_no_place(changes: dict[str, int]) -> None:
     assert place_of(_view(**changes), 2) is None
 
 
+@pytest.mark.parametrize(
+    ("changes", "pitch"),
+    [
+        ({}, 10),
+        ({"row_stride": 17}, 17),
+        ({"row_stride": 17, "block_rows": 4, "block_stride": 68}, 17),
+        ({"row_stride": 17, "block_rows": 4, "block_stride": 69}, None),
+        ({"row_stride": 99, "block_rows": 1, "block_stride": 23}, 23),
+        ({"row_stride": 17, "num_pieces": 2, "piece_size": 5, "piece_stride": 6}, None),
+        ({"row_stride": 1 << 31}, None),
+    ],
+)
+def test_pages_of_one_row(changes: dict[str, int], pitch: int | None) -> None:
+    """Each is one piece wherever the next one is, as in a page_major tensor of scales."""
+    view = _view(**changes)
+    assert place_of(view, 1) == (None if pitch is None else Place(_BASE, pitch))
+    if pitch is not None:
+        found = [view.row_address(slot) for slot in range(view.num_rows)]
+        assert found == [_BASE + slot * pitch for slot in range(view.num_rows)]
+
+
 def test_token_major_pages_have_no_place() -> None:
     """Layers lie between the rows of a page."""
     view = _registered(_TWO_PLANES, Layout.TOKEN_MAJOR, 4)

@@ -123,13 +123,14 @@ def piece_capacity(staging_bytes: int) -> int:
 
 def place_of(view: LayerView, rows_per_page: int) -> Place | None:
     """Where the pages of `view` lie, `rows_per_page` rows each; None: not evenly, or in pieces."""
-    if not view.rows_are_contiguous:
+    # A row that is a page needs no neighbour: it is in one piece wherever the next one is.
+    if view.num_pieces > 1 or (rows_per_page > 1 and not view.rows_are_contiguous):
         return None
-    page_bytes = rows_per_page * view.row_stride
+    page_bytes = rows_per_page * view.piece_size
     if view.block_rows == rows_per_page:
         pitch = max(view.block_stride, page_bytes)
     elif view.num_blocks == 1 or view.block_stride == view.block_rows * view.row_stride:
-        pitch = page_bytes
+        pitch = rows_per_page * view.row_stride
     else:
         return None
     return Place(view.address, pitch) if page_bytes <= pitch <= _MAX_PITCH else None
