@@ -14,7 +14,7 @@ from types import FrameType, ModuleType, SimpleNamespace
 
 import pytest
 from tests.transfer.device_rig import DeviceRig, latent
-from tests.transfer.fake_gpu import FakeGpu
+from tests.transfer.fake_gpu import FakeGpu, Status
 
 import kvferry.memory
 from kvferry.errors import DriverError, PoolInUseError, TransferTimeoutError
@@ -144,6 +144,25 @@ def test_a_driver_that_keeps_something(gpu: FakeGpu, function: str, nth: int) ->
     engine.close()
     assert not set(_GIVEN_BACK_BY) & set(gpu.calls[called:])
     assert gpu.holdings != before
+    rig.host.close()
+
+
+def test_a_dropped_engine_of_which_the_driver_keeps_something(
+    gpu: FakeGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is in the log: nobody can catch what is raised there."""
+    rig = DeviceRig(gpu)
+    engine = rig.warm_engine()
+    assert engine.path
+    with (
+        gpu.failing("cuMemFree", Status.CUDA_ERROR_LAUNCH_FAILED),
+        caplog.at_level(logging.WARNING, logger="kvferry"),
+    ):
+        del engine
+        gc.collect()
+    (record,) = caplog.records
+    assert "LAUNCH_FAILED" in record.getMessage()
+    assert (gpu.pinned_memory, gpu.events) == ({}, set())
     rig.host.close()
 
 
