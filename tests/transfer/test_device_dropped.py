@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import sys
 import threading
@@ -13,10 +14,10 @@ from types import FrameType, ModuleType, SimpleNamespace
 
 import pytest
 from tests.transfer.device_rig import DeviceRig, latent
-from tests.transfer.fake_gpu import FakeGpu
+from tests.transfer.fake_gpu import FakeGpu, Status
 
 import kvferry.memory
-from kvferry.errors import PoolInUseError, TransferTimeoutError
+from kvferry.errors import DriverError, PoolInUseError, TransferTimeoutError
 from kvferry.transfer import TransferEngine
 
 _MEMORY = str(Path(kvferry.memory.__file__).parent)
@@ -117,6 +118,77 @@ def test_closing_while_work_never_ends(gpu: FakeGpu, hours_fly: None) -> None:
     assert handle.verified_pages == 2
     engine.close()
     assert set(gpu.holdings.values()) == {0}
+    rig.host.close()
+
+
+_GIVEN_BACK_BY = ["cuMemFree", "cuMemFreeHost", "cuEventDestroy", "cuStreamDestroy"]
+
+
+@pytest.mark.parametrize("function", _GIVEN_BACK_BY)
+@pytest.mark.parametrize("nth", [0, 2])
+def test_a_driver_that_keeps_something(gpu: FakeGpu, function: str, nth: int) -> None:
+    """It is told, all else is given back, and closing again has nothing left to do."""
+    rig = DeviceRig(gpu)
+    engine = rig.warm_engine()
+    streams = len(gpu._streams)
+    before, count = dict(gpu.holdings), itertools.count()
+    with (
+        gpu.failing(function, when=lambda *_: next(count) == nth) as refused,
+        pytest.raises(DriverError, match=f"carry out {function}: CUDA_ERROR_OUT_OF_MEMORY"),
+    ):
+        engine.close()
+    assert len(refused) == 1
+    kept = (len(gpu.device_memory), len(gpu.pinned_memory), len(gpu.events))
+    assert sum(kept) + streams - len(gpu._destroyed) - 1 == 1
+    called = len(gpu.calls)
+    engine.close()
+    assert not set(_GIVEN_BACK_BY) & set(gpu.calls[called:])
+    assert gpu.holdings != before
+    rig.host.close()
+
+
+def test_a_dropped_engine_of_which_the_driver_keeps_something(
+    gpu: FakeGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is in the log: nobody can catch what is raised there."""
+    rig = DeviceRig(gpu)
+    engine = rig.warm_engine()
+    assert engine.path
+    with (
+        gpu.failing("cuMemFree", Status.CUDA_ERROR_LAUNCH_FAILED),
+        caplog.at_level(logging.WARNING, logger="kvferry"),
+    ):
+        del engine
+        gc.collect()
+    (record,) = caplog.records
+    assert "LAUNCH_FAILED" in record.getMessage()
+    assert (gpu.pinned_memory, gpu.events) == ({}, set())
+    rig.host.close()
+
+
+def test_two_threads_close_one_engine(gpu: FakeGpu) -> None:
+    """Whichever comes back, all is given back by then, and once."""
+    rig = DeviceRig(gpu)
+    engine = rig.warm_engine()
+    freeing = threading.Event()
+    left: list[dict[str, int]] = []
+
+    def close() -> None:
+        engine.close()
+        left.append(gpu.holdings)
+
+    other = threading.Thread(target=close, daemon=True)
+
+    def begin(_: int) -> None:
+        if not freeing.is_set():
+            freeing.set()
+            other.start()
+            other.join(0.2)  # it waits for this thread, and ends after it
+
+    gpu.hooks["cuMemFree"] = begin
+    close()
+    other.join(20)
+    assert [set(found.values()) for found in left] == [{0}, {0}]
     rig.host.close()
 
 

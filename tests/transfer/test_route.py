@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ import pytest
 from kvferry.errors import PlanError
 from kvferry.geometry import Geometry, LayerView, Plane, PoolView, host_pool_view
 from kvferry.testing import place_host_layers
+from kvferry.transfer import staging
 from kvferry.transfer.profile import BUILT_IN
 from kvferry.transfer.route import Route, plan_route
-from kvferry.transfer.staging import Place, place_of
+from kvferry.transfer.staging import Group, Place, place_of
 from kvferry.types import Direction, Layout, Mover, SlotKind
 
 _LAYERS = 61
@@ -336,3 +338,24 @@ def test_a_route_is_json(direction: Direction, mover: Mover) -> None:
     assert told["copy_widths"] == [[b.width for b in group.bands] for group in route.groups]
     assert told["reason"] == route.reason
     assert told["estimated_seconds"] == dict(route.seconds)
+
+
+@each_direction
+def test_a_group_is_made_once(direction: Direction, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many ways are compared: what a route of many layers takes grows as their number, and
+    one doubling of the layers in a step."""
+    num_layers = 1000
+    plane = Plane(name="latent", num_layers=num_layers, element_size=64)
+    geometry = Geometry(planes=(plane,), page_size=1)
+    places = _places(geometry)
+    made: list[tuple[int, ...]] = []
+    group = staging._group
+
+    def counted(layers: Sequence[int], *given: Any, **named: Any) -> Group:
+        made.append(tuple(layers))
+        return group(layers, *given, **named)
+
+    monkeypatch.setattr(staging, "_group", counted)
+    _route(direction, geometry=geometry, profile=EAGER, places=places, mover=Mover.STAGED)
+    assert len(set(made)) == len(made)
+    assert num_layers < sum(map(len, made)) <= 3 * num_layers * num_layers.bit_length()

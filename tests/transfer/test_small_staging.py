@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.transfer.device_rig import DeviceRig, latent, same
 from tests.transfer.fake_gpu import FakeGpu
 
+from kvferry.errors import ConfigError
 from kvferry.geometry import Geometry, Plane
 from kvferry.kernels.jit import Stream
 from kvferry.transfer.staging_ring import StagingRing, StagingRoom
@@ -33,6 +36,28 @@ def _no_room_beyond_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
         return take(self, num_bytes, streams)
 
     monkeypatch.setattr(StagingRing, "take", checked)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"staging_bytes": 1.5e6},
+        {"staging_bytes": "64M"},
+        {"staging_bytes": True},
+        {"staging_bytes": -1},
+        {"num_blocks": True},
+        {"num_blocks": 2.0},
+        {"num_blocks": 0},
+    ],
+    ids=str,
+)
+def test_what_is_no_whole_number_is_refused(gpu: FakeGpu, given: dict[str, Any]) -> None:
+    """With its name and value, before anything is allocated."""
+    rig = DeviceRig(gpu)
+    ((name, value),) = given.items()
+    with pytest.raises(ConfigError, match=re.escape(f"{name}={value!r}: give a whole number")):
+        rig.engine(**given)
+    assert set(gpu.holdings.values()) == {0}
 
 
 def test_staging_is_all_there_from_the_start(gpu: FakeGpu) -> None:

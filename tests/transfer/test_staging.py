@@ -12,7 +12,7 @@ import pytest
 from kvferry.geometry import Geometry, LayerView, Plane, PoolView, Span, host_pool_view
 from kvferry.memory import HostPool
 from kvferry.testing import place_host_layers
-from kvferry.transfer.staging import Group, Place, group_layers, place_of
+from kvferry.transfer.staging import Group, LayerGroups, Place, place_of
 from kvferry.types import Layout, SlotKind
 
 _BASE = 1 << 40
@@ -115,6 +115,27 @@ def test_pages_that_have_no_place(changes: dict[str, int]) -> None:
     assert place_of(_view(**changes), 2) is None
 
 
+@pytest.mark.parametrize(
+    ("changes", "pitch"),
+    [
+        ({}, 10),
+        ({"row_stride": 17}, 17),
+        ({"row_stride": 17, "block_rows": 4, "block_stride": 68}, 17),
+        ({"row_stride": 17, "block_rows": 4, "block_stride": 69}, None),
+        ({"row_stride": 99, "block_rows": 1, "block_stride": 23}, 23),
+        ({"row_stride": 17, "num_pieces": 2, "piece_size": 5, "piece_stride": 6}, None),
+        ({"row_stride": 1 << 31}, None),
+    ],
+)
+def test_pages_of_one_row(changes: dict[str, int], pitch: int | None) -> None:
+    """Each is one piece wherever the next one is, as in a page_major tensor of scales."""
+    view = _view(**changes)
+    assert place_of(view, 1) == (None if pitch is None else Place(_BASE, pitch))
+    if pitch is not None:
+        found = [view.row_address(slot) for slot in range(view.num_rows)]
+        assert found == [_BASE + slot * pitch for slot in range(view.num_rows)]
+
+
 def test_token_major_pages_have_no_place() -> None:
     """Layers lie between the rows of a page."""
     view = _registered(_TWO_PLANES, Layout.TOKEN_MAJOR, 4)
@@ -133,7 +154,7 @@ def test_pages_that_have_a_place() -> None:
     assert place_of(_view(block_stride=0), 8) == Place(_BASE, 80)
 
 
-# --------------------------------------------------------------------------------- group_layers
+# ---------------------------------------------------------------------------------- LayerGroups
 
 
 def _random_geometry(rng: random.Random) -> Geometry:
@@ -210,7 +231,7 @@ def test_random_groups(seed: int, with_gaps: bool) -> None:
     chosen = sorted(rng.sample(layers, rng.randint(1, len(layers))))
     spans = [span for span in every if span.model_layer in chosen]
     sizes = _random_sizes(rng, len(chosen))
-    groups = group_layers(spans, places, sizes, with_gaps=with_gaps)
+    groups = LayerGroups(spans, places, with_gaps=with_gaps).of(sizes)
     assert [len(group.layers) for group in groups] == list(sizes)
     assert [layer for group in groups for layer in group.layers] == chosen
     for group in groups:
@@ -231,7 +252,7 @@ def _bands(
     spans = geometry.spans_by_layer() if spans is None else spans
     places = _pool_places(geometry) if places is None else places
     num_layers = len({span.model_layer for span in spans})
-    (group,) = group_layers(spans, places, [num_layers], with_gaps=with_gaps)
+    (group,) = LayerGroups(spans, places, with_gaps=with_gaps).of([num_layers])
     _check_group(group, places, with_gaps=with_gaps)
     return [(band.place.address - _BASE, band.width) for band in group.bands]
 
@@ -319,9 +340,9 @@ def test_a_band_has_one_pitch(with_gaps: bool) -> None:
 def test_views_of_a_group_are_its_rows_in_staging() -> None:
     """Rows of a page lie side by side, pages a pitch apart, at the offset of their span."""
     sizes = [len({span.model_layer for span in _TWO_PLANES.spans()})]
-    (group,) = group_layers(
-        _TWO_PLANES.spans_by_layer(), _pool_places(_TWO_PLANES), sizes, with_gaps=True
-    )
+    (group,) = LayerGroups(
+        _TWO_PLANES.spans_by_layer(), _pool_places(_TWO_PLANES), with_gaps=True
+    ).of(sizes)
     views = list(group.views())
     assert len(views) == len(group.spans) == 5
     for view, span, offset in zip(views, group.spans, group.offsets, strict=True):

@@ -12,6 +12,7 @@ from kvferry.transfer.device_transfer import read_report
 if TYPE_CHECKING:
     from kvferry.errors import TransferFaultError
     from kvferry.transfer.command_buffer import CommandBuffer
+    from kvferry.transfer.holdings import Holdings
     from kvferry.transfer.plan import TransferPlan
 
 __all__ = ["CapturedTransfer"]
@@ -34,13 +35,17 @@ class CapturedTransfer:
         plan: TransferPlan,
         commands: CommandBuffer,
         *,
+        held: Holdings,
         path: str,
         verified: bool,
         owner: object,
-        on_close: Callable[[CapturedTransfer, CommandBuffer], None],
+        on_close: Callable[[CapturedTransfer], None],
     ) -> None:
         """Made by `TransferEngine.capture`."""
         self.plan = plan
+        self.held = held
+        """What it has of its engine."""
+
         self._path = path
         self._verified = verified
         self._commands: CommandBuffer | None = commands
@@ -83,10 +88,9 @@ class CapturedTransfer:
 
     def close(self) -> None:
         """Give everything back; the graph must not be replayed any more. Twice is once."""
-        if self._commands is not None:
-            commands, self._commands = self._commands, None
-            self._on_close(self, commands)
-            self._owner = None
+        self._commands = None
+        self._on_close(self)
+        self._owner = None
 
     def __enter__(self) -> Self:
         return self

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvferry.errors import DriverError, PlanError
+from kvferry.errors import PlanError
 from kvferry.kernels import NO_FAULT
 from kvferry.kernels.jit import Context, DeviceBuffer, PinnedBuffer, Stream
+from kvferry.transfer.closing import close_all
 from kvferry.transfer.indices import DeviceRows
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def _pair(context: Context, num_bytes: int) -> tuple[DeviceBuffer, PinnedBuffer]
     device = DeviceBuffer(context, num_bytes)
     try:
         return device, PinnedBuffer(context, num_bytes)
-    except DriverError:
+    except BaseException:
         device.close()
         raise
 
@@ -98,7 +99,7 @@ class CommandBuffer:
             self._report = PinnedBuffer(context, _SMALLEST_BYTES // 8)
             held.append(self._report)
             self._sums = DeviceBuffer(context, _SMALLEST_BYTES)
-        except DriverError:
+        except BaseException:
             for one in held:
                 one.close()
             raise
@@ -229,8 +230,7 @@ class CommandBuffer:
 
     def close(self) -> None:
         """Free everything; the buffer must be idle."""
-        for held in (self._device, self._upload, self._report, self._sums):
-            held.close()
+        close_all((self._device, self._upload, self._report, self._sums))
 
 
 class CommandBuffers:
@@ -247,7 +247,7 @@ class CommandBuffers:
         try:
             for _ in range(_NUM_AHEAD):
                 self._all.append(CommandBuffer(context))
-        except DriverError:
+        except BaseException:
             self.close()
             raise
         self._idle += self._all
@@ -271,7 +271,6 @@ class CommandBuffers:
 
     def close(self) -> None:
         """Free all of them; no transfer may be in flight."""
-        for buffer in self._all:
-            buffer.close()
-        self._all.clear()
         self._idle.clear()
+        close_all(self._all)
+        self._all.clear()

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import DriverError, TransferError, TransferFaultError, TransferTimeoutError
 from kvferry.kernels import fault_of
 from kvferry.transfer.handle import DEFAULT_TIMEOUT_SECS, TransferHandle
+from kvferry.types import Mover
 
 if TYPE_CHECKING:
     from kvferry.kernels.jit import Context, Event, Stream
     from kvferry.transfer.command_buffer import CommandBuffer
+    from kvferry.transfer.holdings import Holdings
     from kvferry.transfer.plan import TransferPlan
     from kvferry.transfer.route import Route
 
@@ -22,47 +24,69 @@ __all__ = ["DeviceTransfer", "read_report"]
 
 
 class DeviceTransfer(TransferHandle):
-    """A transfer in a stream of the engine. Made by the mover that carries it out."""
+    """A transfer in streams of the engine, which is made before anything of it is there.
+
+    It goes through four states, each marked by a single assignment, so that an interrupt anywhere
+    leaves it in one of them, and whoever looks next goes on from there: open, ended (`finished` is
+    recorded behind all of it), settled (that was reached, and the report is taken), over (all that
+    it held is given back).
+    """
 
     def __init__(
         self,
         plan: TransferPlan,
         route: Route,
         *,
-        path: str,
         verified: bool,
         context: Context,
         current_stream: Callable[[], int],
-        commands: CommandBuffer,
+        held: Holdings,
         finished: Event,
         lock: threading.RLock,
-        on_done: Callable[[DeviceTransfer, CommandBuffer, Sequence[Event]], None],
+        on_done: Callable[[DeviceTransfer], None],
     ) -> None:
         self.plan = plan
         self.route: Route = route
+        self.held = held
+        """What it has of its engine."""
+
+        self.ends_in: tuple[Stream, ...] = ()
+        """The streams that something of it may be in; none: nothing was enqueued."""
+
         self.layers: dict[int, Event] = {}
         """By model layer: where its bytes are there, and its rows may be written again."""
 
         self.moved: Event | None = None
         """Where all bytes are there; None: the transfer has failed before that."""
 
-        self._path = path
+        self.lost = False
+        """Nobody can tell any more when it ends: it keeps what it holds for ever."""
+
         self._verified = verified
         self._context = context
         self._current_stream = current_stream
-        self._commands = commands
         self._finished = finished
         self._on_done = on_done
         self._lock = lock
         self._error: TransferError | None = None
         self._bad_pages: tuple[int, ...] = ()
-        self._over = False
-        # Until `finished` is recorded anew it tells of an earlier transfer, and means nothing.
-        self._submitted = False
+        # Until `finished` is recorded anew it tells of an earlier transfer, and means nothing; once
+        # settled, this transfer's events are those of another.
+        self._ended = self._settled = self._over = False
 
     @property
     def path(self) -> str:
-        return self._path
+        table = self.held.table
+        words = [] if table is None else [table.path]
+        if self.route.mover is Mover.STAGED or not words:
+            words.insert(0, self.route.mover.value)
+        return " ".join(words)
+
+    @property
+    def events(self) -> set[Event]:
+        """All that it has recorded."""
+        moved = () if self.moved is None else (self.moved,)
+        return {*self.layers.values(), *moved, self._finished}
 
     @property
     def verified(self) -> bool:
@@ -75,7 +99,7 @@ class DeviceTransfer(TransferHandle):
 
     def poll(self) -> None:
         """Look whether the GPU is done; if so take its report and give the buffers back."""
-        if self._submitted and not self._over:
+        if self._ended and not self._over:
             with self._context.beside_captures():
                 self._look()
 
@@ -87,25 +111,43 @@ class DeviceTransfer(TransferHandle):
     def bad_pages(self) -> tuple[int, ...]:
         return self._bad_pages if self.done else ()
 
-    def submitted(self) -> None:
-        """All that there is of it is in its stream, and `finished` is recorded behind."""
-        self._submitted = True
+    def end(self) -> None:
+        """Mark where it ends, however much of it came into which streams. The context is current.
+
+        Where that was interrupted it may be done again, and later: then it ends later.
+        """
+        if self._ended or self.lost:
+            return
+        try:
+            if self.ends_in:
+                last, *others = self.ends_in
+                for other in others:
+                    self._finished.record(other.handle)
+                    last.wait_for(self._finished)
+                self._finished.record(last.handle)
+        except DriverError as fault:
+            self.fail(fault)
+            try:
+                for stream in self.ends_in:
+                    stream.drain()
+            except DriverError as gone:
+                self.fail(gone)
+                self.lost = self._over = True
+                return
+        self._ended = True
+        if not self.ends_in:
+            self._look()
 
     def hold_back(self, stream: Stream) -> None:
         """Let `stream` go on only when this transfer is over; the context must be current."""
         with self._lock:
-            if self._submitted and not self._over:
+            if self._ended and not self._settled:
                 stream.wait_for(self._finished)
-
-    def lose(self, fault: DriverError) -> None:
-        """Nobody can tell any more when it ends: it has failed, and keeps its buffers for ever."""
-        self.fail(fault)
-        self._over = True
 
     def fail(self, fault: BaseException) -> None:
         """The transfer could not be submitted whole: it ends as failed when the rest is over."""
         self._error = TransferFaultError(
-            f"{self.plan.direction.value} of {self.plan.num_pages} pages on path {self._path} "
+            f"{self.plan.direction.value} of {self.plan.num_pages} pages on path {self.path} "
             f"failed: {fault}"
         )
         self._error.__cause__ = fault
@@ -127,12 +169,12 @@ class DeviceTransfer(TransferHandle):
     def _raise_behind(self, stream: int | None) -> None:
         """Raise the error, if there is one; whoever then mends the rows does so after what of the
         transfer is still to come."""
-        if self._error is not None and self._submitted:
+        if self._error is not None and self._ended:
             self._order(self._finished, stream)
         self._raise_error()
 
     def _order(self, event: Event, stream: int | None) -> None:
-        if self._over:
+        if self._settled or self.lost:
             return
         with self._context.current():
             stream = self._current_stream() if stream is None else stream
@@ -142,7 +184,9 @@ class DeviceTransfer(TransferHandle):
                     f"transfer that is none of its own: call wait_all before each replay, on the "
                     f"stream that replays"
                 )
-            event.block(stream)
+            with self._lock:  # on another thread it may be settled just now
+                if not self._settled:
+                    event.block(stream)
 
     def wait(self, timeout: float = DEFAULT_TIMEOUT_SECS) -> None:
         deadline = time.monotonic() + timeout
@@ -151,7 +195,7 @@ class DeviceTransfer(TransferHandle):
                 if time.monotonic() >= deadline:
                     raise TransferTimeoutError(
                         f"{self.plan.direction.value} of {self.plan.num_pages} pages on path "
-                        f"{self._path} is not over after {timeout:g} s; it goes on: wait again, or "
+                        f"{self.path} is not over after {timeout:g} s; it goes on: wait again, or "
                         f"look at what its stream waits for"
                     )
                 os.sched_yield()
@@ -160,31 +204,31 @@ class DeviceTransfer(TransferHandle):
     def _look(self) -> bool:
         """Whether it is over; the context must be current."""
         with self._lock:
-            if self._submitted and not self._over:
-                self._settle()
+            if self._ended and not self._over and self._settle():
+                # Whoever sees that it is over finds everything given back.
+                self.held.give_back()
+                self._on_done(self)
+                self._over = True
         return self._over
 
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _settle(self) -> None:
-        commands = self._commands
+    def _settle(self) -> bool:
+        if self._settled:
+            return True
         try:
-            if not self._finished.reached:
-                return
+            if self.ends_in and not self._finished.reached:
+                return False
         except DriverError as fault:
             self.fail(fault)
-        else:
-            if self._error is None:
-                self._error, self._bad_pages = read_report(self.plan, commands)
-                commands.finished()
-        self._over = True
-        self._on_done(self, commands, tuple(self._events()))
-
-    def _events(self) -> set[Event]:
-        moved = () if self.moved is None else (self.moved,)
-        return {*self.layers.values(), *moved, self._finished}
+        commands = self.held.commands
+        if self._error is None and commands is not None:
+            self._error, self._bad_pages = read_report(self.plan, commands)
+            commands.finished()
+        self._settled = True
+        return True
 
 
 def read_report(

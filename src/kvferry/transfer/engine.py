@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from kvferry.env import debug_checks
-from kvferry.errors import ConfigError, PlanError, TransferTimeoutError, ViewError
+from kvferry.errors import ConfigError, DriverError, PlanError, TransferTimeoutError, ViewError
 from kvferry.kernels.jit import process_loader
 from kvferry.transfer.cpu_carrier import CpuCarrier
 from kvferry.transfer.gpu_carrier import GpuCarrier
@@ -321,6 +321,12 @@ def _close_dropped(carrier: _Carrier) -> None:
             "an engine was dropped with a transfer that does not end (%s); its pools and buffers "
             "are kept. Call close() before an engine goes, and wait for its transfers",
             late,
+        )
+    except DriverError as refused:
+        _logger.warning(
+            "an engine was dropped, and the driver kept some of what it held (%s); all else is "
+            "given back. Call close() before an engine goes, to see this where it happens",
+            refused,
         )
 
 

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kvferry.errors import (
     DriverError,
@@ -15,11 +15,13 @@ from kvferry.errors import (
     TransferError,
     TransferFaultError,
 )
-from kvferry.kernels import NO_DIGEST, CopyDecision, MoveKernels
+from kvferry.kernels import CopyDecision, MoveKernels
 from kvferry.kernels.jit import Event, Stream
 from kvferry.transfer.captured_transfer import CapturedTransfer
+from kvferry.transfer.closing import Closes, close_all
 from kvferry.transfer.command_buffer import CommandBuffer, CommandBuffers, row_tables
 from kvferry.transfer.device_transfer import DeviceTransfer
+from kvferry.transfer.holdings import Holdings
 from kvferry.transfer.in_flight import InFlight
 from kvferry.transfer.movers import StagedMover, Streams, launch_direct
 from kvferry.transfer.profile_store import load_profile
@@ -42,11 +44,7 @@ __all__ = ["GpuCarrier"]
 _parked: list[GpuCarrier] = []
 
 
-class _Closes(Protocol):
-    def close(self) -> None: ...
-
-
-_Kept = TypeVar("_Kept", bound=_Closes)
+_Kept = TypeVar("_Kept", bound=Closes)
 
 
 class GpuCarrier:
@@ -121,7 +119,6 @@ class GpuCarrier:
             unroll=options.unroll,
             disabled=options.disabled,
         )
-        self._lost: list[DeviceTransfer] = []
         self._captured: list[CapturedTransfer] = []
         self._closed = False
 
@@ -162,14 +159,32 @@ class GpuCarrier:
                     f"is to carry out is put there by the engine's `capture`. For one transfer, "
                     f"submit before the replay, and call wait_all on the stream that replays"
                 )
-            finished = self._in_flight.event()
+            route = self._router.route(plan)
+            held = self._nothing_yet(plan)
+            transfer = DeviceTransfer(
+                plan,
+                route,
+                verified=self._verify,
+                context=self._context,
+                current_stream=self.current_stream,
+                held=held,
+                finished=self._in_flight.event(),
+                lock=self._in_flight.lock,
+                on_done=self._in_flight.remove,
+            )
+            self._in_flight.add(transfer)
             try:
-                route = self._router.route(plan)
-                table, commands = self._prepare(plan, route)
-            except BaseException:
-                self._in_flight.put_back(finished)
+                self._start(transfer, *self._prepare(plan, route, held), stream)
+            except DriverError as fault:
+                transfer.fail(fault)
+                if not transfer.ends_in:
+                    raise
+            except BaseException as stopped:  # an interrupt, say: it goes on when all is in order
+                transfer.fail(stopped)
                 raise
-            return self._start(plan, route, table, commands, finished, stream)
+            finally:
+                transfer.end()
+            return transfer
 
     def capture(self, plan: TransferPlan, stream: int | None, owner: object) -> CapturedTransfer:
         """Put `plan` into the graph that `stream` is capturing; `owner` lives as long as it.
@@ -183,13 +198,18 @@ class GpuCarrier:
                     f"stream {stream} is not being captured into a graph; begin the capture, or "
                     f"load and store"
                 )
-            table, commands = self._prepare(plan, self._router.direct(plan))
-            captured = CapturedTransfer(
-                plan, commands, path=table.path, verified=self._verify, owner=owner,
-                on_close=self._let_go,
-            )  # fmt: skip
-            self._captured.append(captured)
-            self._forget_digests(plan)
+            held = self._nothing_yet(plan)
+            try:
+                table, commands = self._prepare(plan, self._router.direct(plan), held)
+                captured = CapturedTransfer(
+                    plan, commands, held=held, path=table.path, verified=self._verify, owner=owner,
+                    on_close=self._let_go,
+                )  # fmt: skip
+                self._captured.append(captured)
+            except BaseException:
+                held.give_back()
+                raise
+            held.forget_digests()
             theirs = Stream.borrowed(self._context, stream)
             # Where one of these fails, the graph may hold the others: nothing is given back.
             commands.copy_in(theirs)
@@ -199,134 +219,75 @@ class GpuCarrier:
             commands.copy_out(theirs)
             return captured
 
-    def _forget_digests(self, plan: TransferPlan) -> None:
-        """Of slots that a store without digests writes: those that are there vouch for others."""
-        if not self._verify and plan.direction is Direction.STORE:
-            self._host.digests[plan.host_slots] = NO_DIGEST
+    def _let_go(self, captured: CapturedTransfer) -> None:
+        with self._in_flight.lock:  # the engine may be closed on another thread
+            if captured in self._captured:
+                self._captured.remove(captured)
+            captured.held.give_back()
 
-    def _let_go(self, captured: CapturedTransfer, commands: CommandBuffer) -> None:
-        self._captured.remove(captured)
-        self._commands.put(commands)
-        self._forget_digests(captured.plan)
-        self._host.release(captured.plan.host_slots)
-
-    def _prepare(self, plan: TransferPlan, route: Route) -> tuple[SpanTable, CommandBuffer]:
-        """What a transfer needs before anything is enqueued; the pool is leased."""
+    def _nothing_yet(self, plan: TransferPlan) -> Holdings:
+        """What a transfer holds before it has anything, where the engine takes one."""
         if self._closed:
             raise TransferError("the engine is closed; make a new one over the same pools")
         self._in_flight.reap()
-        self._host.acquire(plan.host_slots)
-        try:
-            return self._laid_out(plan, route)
-        except BaseException:
-            self._host.release(plan.host_slots)
-            raise
+        return Holdings(self._host, self._commands, plan, verify=self._verify)
 
-    def _laid_out(self, plan: TransferPlan, route: Route) -> tuple[SpanTable, CommandBuffer]:
+    def _prepare(
+        self, plan: TransferPlan, route: Route, held: Holdings
+    ) -> tuple[SpanTable, CommandBuffer]:
+        """Get what a transfer needs before anything is enqueued; it is in `held` by then."""
+        held.lease()
         if self._pinned.closed:
             raise PinError(
                 "the host pool is not pinned any more, for a close() of it has failed: make a new "
                 "engine, which pins it again"
             )
         tables, table_of = row_tables(plan)
-        table = self._tables.take(plan, table_of, route)
+        held.table = table = self._tables.take(plan, table_of, route)
         if plan.num_pages > table.max_pages:
             raise PlanError(
                 f"{plan.num_pages} pages in one transfer; kernels take {table.max_pages} of "
                 f"this geometry at once: split the plan"
             )
-        commands = self._commands.take()
-        try:
-            commands.lay_out(plan, tables, table.num_spans)
-        except BaseException:
-            self._commands.put(commands)
-            raise
+        commands = held.take_commands()
+        commands.lay_out(plan, tables, table.num_spans)
         return table, commands
 
     def _start(
-        self,
-        plan: TransferPlan,
-        route: Route,
-        table: SpanTable,
-        commands: CommandBuffer,
-        finished: Event,
-        stream: int,
-    ) -> DeviceTransfer:
+        self, transfer: DeviceTransfer, table: SpanTable, commands: CommandBuffer, stream: int
+    ) -> None:
+        """Put all of it into streams, and say in `transfer` which those are by then."""
+        plan, route = transfer.plan, transfer.route
         streams = self._streams[plan.direction]
         staged = self._staged if route.mover is Mover.STAGED else None
-        transfer = DeviceTransfer(
-            plan,
-            route,
-            path=table.path if staged is None else f"staged {table.path}",
-            verified=self._verify,
-            context=self._context,
-            current_stream=self.current_stream,
-            commands=commands,
-            finished=finished,
-            lock=self._in_flight.lock,
-            on_done=self._retire,
-        )
-        self._in_flight.add(transfer, table)
 
         def reached(layers: Sequence[int], at: Stream) -> None:
             transfer.layers.update(dict.fromkeys(layers, self._recorded(at)))
 
-        ends_in = [streams.kernels, streams.aside, streams.copies]
-        try:
-            # While the caller's stream is still at its work: nothing of it is read here.
-            commands.copy_in(streams.kernels)
-            theirs = Stream.borrowed(self._context, stream)
-            ends_in.append(theirs)  # until ours wait for it: the copy writes to the buffer
-            commands.keep_rows(theirs)
-            ready = self._ready[plan.direction]
-            ready.record(stream)
-            for ours in (streams.kernels, streams.copies)[: 1 if staged is None else 2]:
-                ours.wait_for(ready)
-                self._in_flight.order(ours, plan, route.mover)
-            ends_in.remove(theirs)
-            if staged is None:
-                launch_direct(self._launcher, plan, table, commands, streams.kernels, reached)
-                transfer.moved = transfer.layers[plan.model_layers[-1]]
-            else:
-                staged.launch(plan, route, table, commands, streams, reached)
-                is_load = plan.direction is Direction.LOAD
-                transfer.moved = self._recorded(streams.kernels if is_load else streams.copies)
-            streams.reports.wait_for(transfer.moved)
-            ends_in = [streams.reports]
-            self._launcher.finish(plan, table, commands, streams.reports)
-            commands.copy_out(streams.reports)
-        except DriverError as fault:
-            transfer.fail(fault)
-        except BaseException as stopped:  # an interrupt, say, which goes on when all is in order
-            transfer.fail(stopped)
-            raise
-        finally:
-            self._end(transfer, finished, ends_in)
-        return transfer
-
-    def _end(self, transfer: DeviceTransfer, finished: Event, ends_in: Sequence[Stream]) -> None:
-        """Mark where the transfer ends, however much of it came into which streams."""
-        last, *others = ends_in
-        try:
-            for other in others:
-                finished.record(other.handle)
-                last.wait_for(finished)
-            finished.record(last.handle)
-        except DriverError as fault:
-            transfer.fail(fault)
-            try:
-                for stream in ends_in:
-                    stream.drain()
-            except DriverError as lost:
-                transfer.lose(lost)
-                self._lost.append(transfer)
-                return
-        except BaseException:  # an interrupt: nothing is given back before all is over
-            for stream in ends_in:
-                stream.drain()
-            transfer.submitted()
-            raise
-        transfer.submitted()
+        ours = (streams.kernels, streams.aside, streams.copies)
+        transfer.ends_in = ours
+        # While the caller's stream is still at its work: nothing of it is read here.
+        commands.copy_in(streams.kernels)
+        theirs = Stream.borrowed(self._context, stream)
+        transfer.ends_in = (*ours, theirs)  # until ours wait for it: the copy writes to the buffer
+        commands.keep_rows(theirs)
+        ready = self._ready[plan.direction]
+        ready.record(stream)
+        for one in (streams.kernels, streams.copies)[: 1 if staged is None else 2]:
+            one.wait_for(ready)
+            self._in_flight.order(one, plan, route.mover)
+        transfer.ends_in = ours
+        if staged is None:
+            launch_direct(self._launcher, plan, table, commands, streams.kernels, reached)
+            transfer.moved = transfer.layers[plan.model_layers[-1]]
+        else:
+            staged.launch(plan, route, table, commands, streams, reached)
+            is_load = plan.direction is Direction.LOAD
+            transfer.moved = self._recorded(streams.kernels if is_load else streams.copies)
+        streams.reports.wait_for(transfer.moved)
+        transfer.ends_in = (streams.reports,)
+        self._launcher.finish(plan, table, commands, streams.reports)
+        commands.copy_out(streams.reports)
 
     def current_stream(self) -> int:
         """The caller's current stream on this GPU: torch's where torch is loaded, else legacy."""
@@ -344,36 +305,40 @@ class GpuCarrier:
             raise
         return event
 
-    def _retire(
-        self, transfer: DeviceTransfer, commands: CommandBuffer, events: Sequence[Event]
-    ) -> None:
-        self._in_flight.remove(transfer, events)
-        self._commands.put(commands)
-        self._forget_digests(transfer.plan)
-        self._host.release(transfer.plan.host_slots)
-
     def close(self) -> None:
-        """Wait for what is in flight, well or not, then give all memory back."""
+        """Wait for what is in flight, well or not, then give all memory back.
+
+        Raises:
+            TransferTimeoutError: Something does not end; nothing is given back.
+            DriverError: The driver keeps something; all else is given back.
+        """
         self._closed = True
+        with self._context.beside_captures():
+            self._in_flight.reap()
         for transfer in self._in_flight:
             with contextlib.suppress(TransferFaultError):  # its handle tells
                 transfer.wait()
         for captured in list(self._captured):
             captured.close()
-        if self._lost:
+        if any(transfer.lost for transfer in self._in_flight):
             # The GPU may still be at it, and nobody can ask: what it uses is never used for else.
-            _parked.append(self)
+            if self not in _parked:
+                _parked.append(self)
             return
-        with self._context.beside_captures():
-            self._commands.close()
-            self._tables.close()
-            self._in_flight.close()
-            for event in self._ready.values():
-                event.close()
-            if self._staged is not None:
-                self._staged.close()
-            for stream in (*itertools.chain(*self._streams.values()), self._setup):
-                stream.close()
+        streams = itertools.chain(*self._streams.values())
+        staged = () if self._staged is None else (self._staged,)
+        with self._in_flight.lock, self._context.beside_captures():
+            close_all(
+                (
+                    self._commands,
+                    self._tables,
+                    self._in_flight,
+                    *self._ready.values(),
+                    *staged,
+                    *streams,
+                    self._setup,
+                )
+            )
 
 
 def _gpu_index(device: str) -> int:

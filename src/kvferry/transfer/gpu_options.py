@@ -69,8 +69,8 @@ class GpuOptions:
             ConfigError: `path` or `mover` is none or is switched off, `num_blocks` is below 1, or
                 `staging_bytes` is too little for a page of one layer.
         """
-        if num_blocks is not None and not (isinstance(num_blocks, int) and num_blocks >= 1):
-            raise ConfigError(f"num_blocks={num_blocks}: give a whole number from 1, or None")
+        if num_blocks is not None and not _is_whole(num_blocks, at_least=1):
+            raise ConfigError(f"num_blocks={num_blocks!r}: give a whole number from 1, or None")
         if unroll is not None and (unroll not in UNROLLS or path not in (None, "grouped")):
             raise ConfigError(
                 f"unroll={unroll} with path={path!r}: it is one of "
@@ -91,8 +91,10 @@ class GpuOptions:
         staged_off = staging_is_disabled()
         if staging_bytes is None:
             staging_bytes = DEFAULT_STAGING_BYTES
-        elif staging_bytes < 0 or isinstance(staging_bytes, bool):
-            raise ConfigError(f"staging_bytes={staging_bytes}: give bytes from 0, or None")
+        elif not _is_whole(staging_bytes, at_least=0):
+            raise ConfigError(
+                f"staging_bytes={staging_bytes!r}: give a whole number of bytes from 0, or None"
+            )
         elif staging_bytes and mover is None and path is None and not staged_off:
             check_staging_bytes(host, staging_bytes)
         why_not = ""
@@ -115,3 +117,7 @@ class GpuOptions:
             why_not_staged=why_not,
             profile=profile,
         )
+
+
+def _is_whole(given: object, *, at_least: int) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool) and given >= at_least

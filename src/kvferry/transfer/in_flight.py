@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvferry.kernels.jit import Context, Event, Stream
+from kvferry.transfer.closing import close_all
 from kvferry.transfer.indices import DeviceRows
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ __all__ = ["InFlight", "plans_meet"]
 
 
 class InFlight:
-    """Transfers that were submitted, the span tables they use, and spare events.
+    """Transfers from before they hold anything until they are over, and spare events.
 
     A transfer is taken out by whoever sees first that it is over, on any thread.
 
@@ -36,37 +37,42 @@ class InFlight:
     def __init__(self, context: Context, *, shared_storage: bool = False) -> None:
         self._context = context
         self._shared_storage = shared_storage
-        self._transfers: dict[int, tuple[DeviceTransfer, SpanTable]] = {}
+        self._transfers: dict[int, DeviceTransfer] = {}
+        self._events: list[Event] = []
         self._spare: list[Event] = []
         self.lock = threading.RLock()
         """Held while a transfer is settled: two threads may look at one handle."""
 
     def __iter__(self) -> Iterator[DeviceTransfer]:
         with self.lock:
-            return iter([transfer for transfer, _ in self._transfers.values()])
+            return iter(list(self._transfers.values()))
 
     def __len__(self) -> int:
         return len(self._transfers)
 
-    def add(self, transfer: DeviceTransfer, table: SpanTable) -> None:
-        """From now on its buffers and `table` are in use."""
+    def add(self, transfer: DeviceTransfer) -> None:
+        """From now on what it holds is in use."""
         with self.lock:
-            self._transfers[id(transfer)] = (transfer, table)
+            self._transfers[id(transfer)] = transfer
 
-    def remove(self, transfer: DeviceTransfer, events: Sequence[Event]) -> None:
-        """It is over, and nobody uses its `events` any more."""
+    def remove(self, transfer: DeviceTransfer) -> None:
+        """It is over, and nobody uses its events any more. Twice is once."""
         with self.lock:
-            self._transfers.pop(id(transfer), None)
-            self._spare.extend(events)
+            if self._transfers.pop(id(transfer), None) is not None:
+                self._spare.extend(transfer.events)
 
     def uses(self, table: SpanTable) -> bool:
         """Whether a transfer still reads `table`."""
-        with self.lock:
-            return any(used is table for _, used in self._transfers.values())
+        return any(transfer.held.table is table for transfer in self)
 
     def reap(self) -> None:
-        """Look at all of them, so that buffers of dropped handles come back."""
+        """Look at all of them, so that buffers of dropped handles come back.
+
+        Where submitting one was interrupted, its end is marked now. The context must be current,
+        and no transfer on its way into the streams.
+        """
         for transfer in self:
+            transfer.end()
             transfer.poll()
 
     def event(self) -> Event:
@@ -74,7 +80,9 @@ class InFlight:
         with self.lock:
             if self._spare:
                 return self._spare.pop()
-        return Event(self._context)
+        made = Event(self._context)
+        self._events.append(made)
+        return made
 
     def put_back(self, event: Event) -> None:
         """Give back an event that was not used."""
@@ -92,10 +100,10 @@ class InFlight:
                 transfer.hold_back(stream)
 
     def close(self) -> None:
-        """Destroy the spare events."""
-        for event in self._spare:
-            event.close()
+        """Destroy all events; no transfer may use one any more."""
         self._spare.clear()
+        close_all(self._events)
+        self._events.clear()
 
 
 def plans_meet(one: TransferPlan, other: TransferPlan) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.kernels import RELAYOUT_BLOCKS
 from kvferry.kernels.jit import Event, Stream
+from kvferry.transfer.closing import close_all
 from kvferry.transfer.host_copies import HostCopies
 from kvferry.transfer.staging import SHORT_PIECE_BYTES, piece_capacity, pieces_of
 from kvferry.transfer.staging_ring import StagingRing
@@ -202,9 +203,6 @@ class StagedMover:
 
     def close(self) -> None:
         """Give all memory back; nothing of it may be in flight."""
-        for ring in self._rings.values():
-            ring.close()
+        close_all((*self._rings.values(), *self._begun.values()))
         self._rings.clear()
-        for event in self._begun.values():
-            event.close()
         self._begun.clear()

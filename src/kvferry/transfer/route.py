@@ -7,12 +7,11 @@ built in; the same numbers always get the same route.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import PlanError
-from kvferry.transfer.staging import Group, Place, group_layers
+from kvferry.transfer.staging import Group, LayerGroups, Place
 from kvferry.types import Direction, Mover
 
 if TYPE_CHECKING:
@@ -110,21 +109,24 @@ def plan_route(
         return Route(Mover.DIRECT, direct_sizes, (), f"not staged: {why_not_staged}", seconds)
     fit = max(1, int(capacity / max(1, total / num_layers)))
     staged: dict[str, tuple[float, tuple[int, ...]]] = {}
-    estimate = functools.partial(
-        _staged_seconds,
-        spans,
-        places,
-        num_pages,
-        num_runs,
-        batched,
-        direction,
-        profile,
-        capacity,
-    )
+    groups_of = LayerGroups(spans, places, with_gaps=direction is Direction.LOAD).of
+    seconds_of_group: dict[int, float] = {}
+
+    def estimate(sizes: Sequence[int]) -> float:
+        # Filling the first staging buffer and emptying the last is not beside anything.
+        seconds = 2 * profile.launch_seconds
+        for group in groups_of(sizes):
+            took = seconds_of_group.get(id(group))
+            if took is None:
+                took = _group_seconds(
+                    group, num_pages, num_runs, batched, direction, profile, capacity
+                )
+                seconds_of_group[id(group)] = took
+            seconds += took
+        return seconds
 
     def fits(sizes: Sequence[int]) -> bool:
-        groups = _groups(spans, places, sizes, direction)
-        return all(group.pitch <= capacity for group in groups)
+        return all(group.pitch <= capacity for group in groups_of(sizes))
 
     # Fewest layers a step first, as those are ready earliest; steps of which all pages do not fit
     # staging are cut along their pages, so one page must.
@@ -153,44 +155,29 @@ def plan_route(
         reason = "asked for" if mover else f"faster than {name} here"
         return Route(Mover.DIRECT, direct_sizes, (), reason, seconds)
     reason = "asked for" if mover else "the copy engine is faster than kernels here"
-    groups = _groups(spans, places, sizes, direction)
+    groups = groups_of(sizes)
     return Route(Mover.STAGED, sizes, groups, f"{name}: {reason}", seconds)
 
 
-def _groups(
-    spans: Sequence[Span],
-    places: Mapping[int, Place],
-    sizes: Sequence[int],
-    direction: Direction,
-) -> tuple[Group, ...]:
-    return group_layers(spans, places, sizes, with_gaps=direction is Direction.LOAD)
-
-
-def _staged_seconds(
-    spans: Sequence[Span],
-    places: Mapping[int, Place],
+def _group_seconds(
+    group: Group,
     num_pages: int,
     num_runs: int,
     batched: bool,
     direction: Direction,
     profile: DeviceProfile,
     capacity: int,
-    sizes: Sequence[int],
 ) -> float:
-    # Filling the first staging buffer and emptying the last is not beside anything.
-    seconds = 2 * profile.launch_seconds
-    for group in _groups(spans, places, sizes, direction):
-        copying = 0.0
-        for band in group.bands:
-            rate = profile.copy_rate(direction, band.width)
-            copying += num_pages * band.width / (rate * 1e9)
-        num_pieces = -(-num_pages * group.pitch // capacity)
-        by_runs = (num_runs + num_pieces - 1) * len(group.bands) * profile.copy_seconds
-        # The CPU is beside the copies, unless it is slower. It has other things to do, too.
-        cpu = num_pages * len(group.bands) * profile.piece_seconds
-        by_pages = num_pieces * profile.copy_seconds + max(0.0, cpu - copying) + _CPU_WEIGHT * cpu
-        seconds += copying + (min(by_runs, by_pages) if batched else by_runs)
-    return seconds
+    copying = 0.0
+    for band in group.bands:
+        rate = profile.copy_rate(direction, band.width)
+        copying += num_pages * band.width / (rate * 1e9)
+    num_pieces = -(-num_pages * group.pitch // capacity)
+    by_runs = (num_runs + num_pieces - 1) * len(group.bands) * profile.copy_seconds
+    # The CPU is beside the copies, unless it is slower. It has other things to do, too.
+    cpu = num_pages * len(group.bands) * profile.piece_seconds
+    by_pages = num_pieces * profile.copy_seconds + max(0.0, cpu - copying) + _CPU_WEIGHT * cpu
+    return copying + (min(by_runs, by_pages) if batched else by_runs)
 
 
 def _growing(num_layers: int, first: int, most: int) -> tuple[int, ...]:

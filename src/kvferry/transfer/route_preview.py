@@ -169,6 +169,8 @@ def preview_route(
     num_runs = -(-num_pages // run)
     planned = planned_count(num_pages), planned_count(num_runs)
     route = route_of(*planned)
+    asked = num_pages, num_runs
+    exact = route if asked == planned else route_of(*asked)
     kernels = _kernels(route, views, spans, num_pages, device_run)
     copies = list(_copies(route, num_pages, run, capacity, direction))
     return RoutePreview(
@@ -179,7 +181,7 @@ def preview_route(
         planned_pages=planned[0],
         planned_runs=planned[1],
         route=route,
-        seconds=route_of(num_pages, num_runs).seconds,
+        seconds=exact.seconds,
         num_pieces=len(copies),
         num_copy_calls=sum(calls for calls, _ in copies),
         num_batches=sum(many for _, many in copies),

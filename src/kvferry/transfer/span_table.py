@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvferry.errors import DriverError
 from kvferry.kernels import CopyPath, page_work, pages_per_launch
 from kvferry.kernels.jit import Context, DeviceBuffer, Stream
 
@@ -69,7 +68,7 @@ class SpanTable:
         try:
             stream.copy_in(self.address, ctypes.addressof(array), ctypes.sizeof(array))
             stream.drain()
-        except DriverError:
+        except BaseException:
             self._buffer.close()
             raise
 

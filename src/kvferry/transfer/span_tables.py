@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.errors import PlanError
 from kvferry.kernels import CopyDecision, CopyPath, GroupedConfig, decide_span, span_args
+from kvferry.transfer.closing import close_all
 from kvferry.transfer.span_table import Carried, SpanTable
 from kvferry.types import Direction, Mover
 
@@ -146,12 +148,10 @@ class SpanTables:
             for group in route.groups:
                 yield list(zip(group.spans, group.views(), strict=True))
             return
-        layers = plan.model_layers
-        first = 0
+        of_layers = itertools.groupby(plan.spans, key=lambda span: span.model_layer)
+        by_layer = (list(spans) for _, spans in of_layers)
         for size in route.sizes:
-            members = layers[first : first + size]
-            yield [(span, None) for span in plan.spans if span.model_layer in members]
-            first += size
+            yield [(span, None) for spans in itertools.islice(by_layer, size) for span in spans]
 
     def _forget(self, newest: SpanTable) -> None:
         """Down to `_MAX_TABLES`, oldest first, but none that a kernel may still read."""
@@ -193,5 +193,5 @@ class SpanTables:
 
     def close(self) -> None:
         """Free all tables; no kernel may read one any more."""
-        while self._tables:
-            self._tables.popitem()[1].close()
+        close_all(self._tables.values())
+        self._tables.clear()

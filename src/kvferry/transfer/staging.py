@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -26,11 +26,11 @@ __all__ = [
     "SHORT_PIECE_BYTES",
     "Band",
     "Group",
+    "LayerGroups",
     "Piece",
     "Place",
     "Run",
     "cut_copy",
-    "group_layers",
     "piece_capacity",
     "pieces_of",
     "place_of",
@@ -123,44 +123,52 @@ def piece_capacity(staging_bytes: int) -> int:
 
 def place_of(view: LayerView, rows_per_page: int) -> Place | None:
     """Where the pages of `view` lie, `rows_per_page` rows each; None: not evenly, or in pieces."""
-    if not view.rows_are_contiguous:
+    # A row that is a page needs no neighbour: it is in one piece wherever the next one is.
+    if view.num_pieces > 1 or (rows_per_page > 1 and not view.rows_are_contiguous):
         return None
-    page_bytes = rows_per_page * view.row_stride
+    page_bytes = rows_per_page * view.piece_size
     if view.block_rows == rows_per_page:
         pitch = max(view.block_stride, page_bytes)
     elif view.num_blocks == 1 or view.block_stride == view.block_rows * view.row_stride:
-        pitch = page_bytes
+        pitch = rows_per_page * view.row_stride
     else:
         return None
     return Place(view.address, pitch) if page_bytes <= pitch <= _MAX_PITCH else None
 
 
-def group_layers(
-    spans: Sequence[Span],
-    places: Mapping[int, Place],
-    sizes: Sequence[int],
-    *,
-    with_gaps: bool,
-) -> tuple[Group, ...]:
-    """Groups of so many layers as `sizes` says, in the order of model layers.
+class LayerGroups:
+    """Some spans in groups of neighbouring model layers; each is made once, whoever wants it.
 
     Args:
         spans: Of a plan.
         places: Of each span, by its index.
-        sizes: Their sum is the number of model layers.
         with_gaps: Let a band go over the padding between layers of a plane. Only where the host is
             read: what lies between its spans is not ours to write.
     """
-    by_layer: dict[int, list[Span]] = {}
-    for span in spans:
-        by_layer.setdefault(span.model_layer, []).append(span)
-    layers = sorted(by_layer)
-    groups, first = [], 0
-    for size in sizes:
-        members = layers[first : first + size]
-        groups.append(_group(members, by_layer, places, with_gaps=with_gaps))
-        first += size
-    return tuple(groups)
+
+    def __init__(
+        self, spans: Sequence[Span], places: Mapping[int, Place], *, with_gaps: bool
+    ) -> None:
+        self._places = places
+        self._with_gaps = with_gaps
+        self._by_layer: dict[int, list[Span]] = {}
+        for span in spans:
+            self._by_layer.setdefault(span.model_layer, []).append(span)
+        self._layers = sorted(self._by_layer)
+        self._made: dict[tuple[int, int], Group] = {}
+
+    def of(self, sizes: Iterable[int]) -> tuple[Group, ...]:
+        """Of so many layers each, in the order of model layers; the sum is their number."""
+        groups, first = [], 0
+        for size in sizes:
+            group = self._made.get((first, size))
+            if group is None:
+                members = self._layers[first : first + size]
+                group = _group(members, self._by_layer, self._places, with_gaps=self._with_gaps)
+                self._made[first, size] = group
+            groups.append(group)
+            first += size
+        return tuple(groups)
 
 
 def _group(

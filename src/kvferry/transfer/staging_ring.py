@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.errors import DriverError
 from kvferry.kernels.jit import DeviceBuffer, Event
+from kvferry.transfer.closing import close_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,6 +51,7 @@ class StagingRing:
             )
             raise
         self._live: collections.deque[StagingRoom] = collections.deque()
+        self._events: list[Event] = []
         self._spare: list[Event] = []
         self._next = self._memory.address
 
@@ -76,7 +78,8 @@ class StagingRing:
             self._live.popleft()  # only now: where a wait is refused, the next must wait, too
             self._spare += (before.filled, before.emptied)
         while len(self._spare) < 2:
-            self._spare.append(Event(self._context))
+            self._events.append(made := Event(self._context))
+            self._spare.append(made)
         room = StagingRoom(begin, end, filled=self._spare.pop(), emptied=self._spare.pop())
         self._live.append(room)
         self._next = end
@@ -90,10 +93,7 @@ class StagingRing:
 
     def close(self) -> None:
         """Give everything back; nothing may use it any more."""
-        for room in self._live:
-            self._spare += (room.filled, room.emptied)
         self._live.clear()
-        for event in self._spare:
-            event.close()
         self._spare.clear()
-        self._memory.close()
+        close_all((*self._events, self._memory))
+        self._events.clear()
