@@ -6,9 +6,11 @@ own objects.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -17,7 +19,7 @@ import pytest
 from tests.transfer.device_rig import DeviceRig, latent, same
 from tests.transfer.fake_gpu import FakeGpu
 
-from kvferry.errors import TransferError
+from kvferry.errors import PlanError, TransferError
 from kvferry.memory import HostPool, SlotOwner
 from kvferry.transfer import device_transfer, gpu_carrier, in_flight
 from kvferry.types import Direction
@@ -200,3 +202,42 @@ def test_done_means_given_back(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) ->
     assert seen == [(True, 0)]
     engine.close()
     rig.host.close()
+
+
+@pytest.mark.parametrize("refused", [True, False], ids=["refused", "failed"])
+def test_a_failure_keeps_no_frames(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, *, refused: bool
+) -> None:
+    """Who catches it and lets go of it has let go of all that its callers held."""
+    rig = DeviceRig(gpu, latent(48, num_layers=2), num_pages=16)
+    engine = rig.warm_engine()
+    rows = rig.rows(2)
+
+    def attempt() -> weakref.ref[_Held]:
+        held = _Held()
+        try:
+            handle = rig.store(engine, [0, 1], rows)
+            with contextlib.suppress(TransferError):
+                handle.wait()
+            handle.wait_all()
+        except (PlanError, TransferError):
+            return weakref.ref(held)
+        raise AssertionError("nothing was raised")
+
+    with contextlib.ExitStack() as undo:
+        if refused:
+            monkeypatch.setattr(gpu_carrier, "row_tables", _refuse)
+        else:
+            undo.enter_context(gpu.failing("cuLaunchKernel"))
+        gc.collect()
+        gc.disable()
+        undo.callback(gc.enable)
+        assert attempt()() is None
+
+
+class _Held:
+    """What a caller has on its stack."""
+
+
+def _refuse(_: object) -> None:
+    raise PlanError("too much")

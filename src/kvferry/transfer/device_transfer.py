@@ -144,13 +144,22 @@ class DeviceTransfer(TransferHandle):
             if self._ended and not self._settled:
                 stream.wait_for(self._finished)
 
-    def fail(self, fault: BaseException) -> None:
-        """The transfer could not be submitted whole: it ends as failed when the rest is over."""
+    def fail(self, fault: BaseException, *, raised: bool = False) -> None:
+        """The transfer could not be submitted whole: it ends as failed when the rest is over.
+
+        Nothing of `fault` is kept that leads back here: its traceback has the frames of all callers
+        with what they hold, pools among it, and only a collection would end such a ring.
+
+        Args:
+            fault: Why.
+            raised: It goes on to the caller, who never has the handle.
+        """
         self._error = TransferFaultError(
             f"{self.plan.direction.value} of {self.plan.num_pages} pages on path {self.path} "
             f"failed: {fault}"
         )
-        self._error.__cause__ = fault
+        if not raised:
+            self._error.__cause__ = fault.with_traceback(None)
 
     def wait_layer(self, layer: int, stream: int | None = None) -> None:
         self._raise_behind(stream)
@@ -213,7 +222,8 @@ class DeviceTransfer(TransferHandle):
 
     def _raise_error(self) -> None:
         if self._error is not None:
-            raise self._error
+            # Another each time: one that is raised keeps the frames of who waited.
+            raise TransferFaultError(*self._error.args) from self._error.__cause__
 
     def _settle(self) -> bool:
         if self._settled:

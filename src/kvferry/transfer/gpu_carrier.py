@@ -176,11 +176,11 @@ class GpuCarrier:
             try:
                 self._start(transfer, *self._prepare(plan, route, held), stream)
             except DriverError as fault:
-                transfer.fail(fault)
+                transfer.fail(fault, raised=not transfer.ends_in)
                 if not transfer.ends_in:
                     raise
             except BaseException as stopped:  # an interrupt, say: it goes on when all is in order
-                transfer.fail(stopped)
+                transfer.fail(stopped, raised=True)
                 raise
             finally:
                 transfer.end()
