@@ -32,6 +32,8 @@ found, the limit it broke and what to do next.
     │   ├── NoDeviceError                   there is no driver, or no such GPU
     │   ├── DriverTooOldError               the driver cannot run what it is given
     │   └── LaunchError                     the driver refused to start a kernel
+    ├── StorageError                        a storage backend cannot be opened, or is misused
+    │   └── BackendInterfaceError (TypeError)  a class lacks what a storage backend must have
     ├── TraceError (ValueError)             a trace of requests that cannot be replayed
     ├── ConfigError (ValueError)            an environment variable or option has a bad value
     ├── MetricsError (ValueError)           a figure that cannot have been measured, or a name twice
@@ -41,6 +43,7 @@ found, the limit it broke and what to do next.
 from __future__ import annotations
 
 __all__ = [
+    "BackendInterfaceError",
     "BudgetError",
     "CompileError",
     "CompilerVersionError",
@@ -67,6 +70,7 @@ __all__ = [
     "RankMismatchError",
     "RankTimeoutError",
     "SlotOwnershipError",
+    "StorageError",
     "TraceError",
     "TransferError",
     "TransferFaultError",
@@ -196,6 +200,17 @@ class LaunchError(DriverError):
 
 class TraceError(KVFerryError, ValueError):
     """A trace that cannot be read, or in which a line is no request; the message has its number."""
+
+
+class StorageError(KVFerryError):
+    """A storage backend cannot be opened, or was called with arguments that do not fit together.
+
+    What happens to a single object (a miss, damage, a full disk) is an `ItemResult`, never this.
+    """
+
+
+class BackendInterfaceError(StorageError, TypeError):
+    """A class cannot serve as a storage backend; the message names what it lacks."""
 
 
 class ConfigError(KVFerryError, ValueError):
