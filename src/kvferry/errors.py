@@ -35,6 +35,8 @@ found, the limit it broke and what to do next.
     ├── StorageError                        a storage backend cannot be opened, or is misused
     │   └── BackendInterfaceError (TypeError)  a class lacks what a storage backend must have
     ├── TraceError (ValueError)             a trace of requests that cannot be replayed
+    ├── CacheError                          the cache was used after it was closed, or wrongly
+    │   └── PageStateError                  a page would change its state as it must not
     ├── ConfigError (ValueError)            an environment variable or option has a bad value
     ├── MetricsError (ValueError)           a figure that cannot have been measured, or a name twice
     └── MissingDependencyError (ImportError)  an optional package is not installed
@@ -45,6 +47,7 @@ from __future__ import annotations
 __all__ = [
     "BackendInterfaceError",
     "BudgetError",
+    "CacheError",
     "CompileError",
     "CompilerVersionError",
     "ConfigError",
@@ -61,6 +64,7 @@ __all__ = [
     "MissingDependencyError",
     "NoDeviceError",
     "PageKeyError",
+    "PageStateError",
     "PinError",
     "PlanError",
     "PoolClosedError",
@@ -211,6 +215,17 @@ class StorageError(KVFerryError):
 
 class BackendInterfaceError(StorageError, TypeError):
     """A class cannot serve as a storage backend; the message names what it lacks."""
+
+
+class CacheError(KVFerryError):
+    """The cache was used after it was closed, or in an order that makes no sense."""
+
+
+class PageStateError(CacheError):
+    """A page would change its state in a way that the table of transitions does not have.
+
+    Nothing has changed. It means a defect in kvferry, not in its caller.
+    """
 
 
 class ConfigError(KVFerryError, ValueError):

@@ -1,0 +1,50 @@
+"""What the ranks of one model replica agree on: which prefix all of them can use.
+
+One agreement a call, whatever a rank has found, so that ranks can never be in different ones.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvferry.tiers.restore import longest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvferry.ranks import Ranks
+    from kvferry.tiers.restore import RestoreRule
+
+__all__ = ["Agreement"]
+
+
+class Agreement:
+    """Agreements of one rank with the others; of nobody with nobody, where `ranks` is None."""
+
+    def __init__(self, ranks: Ranks | None, rule: RestoreRule, timeout: float) -> None:
+        self._ranks = ranks
+        self._rule = rule
+        self._timeout = timeout
+
+    def tokens(self, tokens: int, timeout: float | None = None) -> int:
+        """The smallest of all ranks' numbers. Raises RankError where ranks do not agree in time."""
+        if self._ranks is None:
+            return tokens
+        seconds = self._timeout if timeout is None else timeout
+        return self._ranks.agree_min([tokens], timeout=seconds)[0]
+
+    def prefix(self, usable: Sequence[bool], num_pages: int) -> int:
+        """The longest prefix, in pages, that every rank can use.
+
+        Args:
+            usable: For each number of pages from 1 on, whether this rank can use as many.
+            num_pages: Of the whole prompt; the same on every rank.
+        """
+        if self._ranks is None or self._ranks.size == 1:
+            return longest(usable)
+        if self._rule.is_monotone:
+            return self._ranks.agree_min([longest(usable)], timeout=self._timeout)[0]
+        # Ranks may have checkpoints at different pages: only the same one will do.
+        mine = [int(one) for one in usable] + [0] * (num_pages - len(usable))
+        common = self._ranks.agree_min(mine, timeout=self._timeout)
+        return longest([bool(one) for one in common])
