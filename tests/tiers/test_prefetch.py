@@ -204,7 +204,13 @@ STAGES = ("before the probe", "during the probe", "while reading", "after it cam
 def test_aborts_eat_no_budget(stage: str) -> None:
     """200 aborted prefetches at any stage, then a normal one: it has all the budget."""
     backend = FaultyBackend()
-    rig = Rig(backend=backend, prefetch_budget_pages=6, max_batches=8, batch_pages=2)
+    rig = Rig(
+        backend=backend,
+        prefetch_budget_pages=6,
+        max_batches=8,
+        batch_pages=2,
+        breaker_failures=10_000,
+    )
     rig.stored_in_storage(TOKENS)
     for _ in range(200):
         fetch = rig.manager.prefetch(rig.keys(TOKENS))

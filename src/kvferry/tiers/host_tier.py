@@ -123,15 +123,16 @@ class HostTier:
 
         Each goes into `state`, STORING or FETCHING. None of `nodes` may be here or on its way.
         """
+        busy = next((node for node in nodes if node in self._filling), None)
+        if busy is not None:
+            raise PageStateError(
+                f"node {busy} is being filled into slot {self._filling[busy]} already: ask "
+                f"is_filling() before a slot is reserved for it"
+            )
         count = min(len(nodes), self._make_room(len(nodes)))
         runs = self.pool.allocate(count, SlotOwner.TRANSFER) if count else ()
         slots = [slot for run in runs or () for slot in run.slots]
         for node, slot in zip(nodes, slots, strict=False):
-            if node in self._filling:
-                raise PageStateError(
-                    f"node {node} is being filled into slot {self._filling[node]} already: ask "
-                    f"is_filling() before a slot is reserved for it"
-                )
             self.ledger.move(slot, state, Actor.CALLER, node)
             self._filling[node] = slot
             self._index.pin([node])
