@@ -140,7 +140,7 @@ class World:
 
     def expected_prefix(self, keys: list[bytes]) -> int | None:
         """What events say that the host has; None where checkpoints or doubts come in."""
-        if SlotKind.STATE in self.pools or self.manager._control.tiers[SlotKind.PAGE]._suspects:
+        if SlotKind.STATE in self.pools or self.manager._control.tiers[SlotKind.PAGE].suspects:
             return None
         return self.rule.usable_pages([key in self.on_host for key in keys])
 

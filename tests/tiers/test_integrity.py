@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.tiers.rig import PAGE, PLANE_SETS, STATE, K, Rig, V
+from tests.tiers.rig import PAGE, PLANE_SETS, STATE, WINDOW, K, Rig, V
 
 from kvferry.events import PagesQuarantined
 from kvferry.geometry import Plane
@@ -303,4 +303,25 @@ def test_others_learn_of_a_bad_page() -> None:
     assert first.usable_tokens == second.usable_tokens == 3 * PAGE
     rig.settle()
     assert quarantined(rig, Tier.HOST) == [rig.keys(TOKENS)[3]]
+    rig.close()
+
+
+def test_a_bad_page_moves_the_window() -> None:
+    """When the last page is bad, the shorter prefix needs window rows that were not loaded."""
+    rig = Rig((K, WINDOW))
+    was = rig.pages(0, 5)
+    rig.store(TOKENS).wait(20)
+    rig.wipe(20, 5)
+    rig.flip_host(TOKENS, 4, 0)
+    loaded = rig.load(rig.match(TOKENS), 20)
+    loaded.wait(20)
+    # Windows of pages 3 and 4 travelled: of prefixes of 4 and of 3 pages the window is not there.
+    assert loaded.bad_pages == (4,)
+    assert loaded.usable_tokens == 0
+    assert rig.same(20, was[0], ["k"])
+    rig.settle()
+    again = rig.load(rig.match(TOKENS), 20)
+    again.wait(20)
+    assert again.usable_tokens == 4 * PAGE
+    assert all(rig.same(20 + page, was[page], ["window"]) for page in (2, 3))
     rig.close()

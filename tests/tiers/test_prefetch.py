@@ -151,13 +151,14 @@ def test_a_backend_that_promised_and_had_nothing_is_not_asked_again_soon() -> No
     rig.close()
 
 
-def test_a_small_host_is_the_reason_that_is_told() -> None:
+@pytest.mark.parametrize("batch_pages", [1, 3, 128])
+def test_a_small_host_is_the_reason_that_is_told(batch_pages: int) -> None:
     """Storage has more than the host can take: as much as fits comes, and the reason says why."""
     backend = MemoryBackend()
     writer = Rig(num_slots=24, backend=backend)
     prompt = list(range(20 * PAGE))
     writer.stored_in_storage(prompt)
-    rig = Rig(num_slots=8, backend=backend)
+    rig = Rig(num_slots=8, backend=backend, batch_pages=batch_pages, max_batches=1)
     fetch = rig.manager.prefetch(rig.keys(prompt))
     fetch.wait(20)
     result = fetch.result()

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvferry.ranks import Ranks
-    from kvferry.tiers.restore import RestoreRule
 
 __all__ = ["Agreement"]
 
@@ -21,20 +20,19 @@ __all__ = ["Agreement"]
 class Agreement:
     """Agreements of one rank with the others; of nobody with nobody, where `ranks` is None."""
 
-    def __init__(self, ranks: Ranks | None, rule: RestoreRule, timeout: float) -> None:
+    def __init__(self, ranks: Ranks | None, timeout: float) -> None:
         self._ranks = ranks
-        self._rule = rule
         self._timeout = timeout
 
-    def tokens(self, tokens: int, timeout: float | None = None) -> int:
+    def count(self, count: int, timeout: float | None = None) -> int:
         """The smallest of all ranks' numbers. Raises RankError where ranks do not agree in time."""
         if self._ranks is None:
-            return tokens
+            return count
         seconds = self._timeout if timeout is None else timeout
-        return self._ranks.agree_min([tokens], timeout=seconds)[0]
+        return self._ranks.agree_min([count], timeout=seconds)[0]
 
     def prefix(self, usable: Sequence[bool], num_pages: int) -> int:
-        """The longest prefix, in pages, that every rank can use.
+        """The longest prefix, in pages, that every rank can use: not the smallest of the longest.
 
         Args:
             usable: For each number of pages from 1 on, whether this rank can use as many.
@@ -42,8 +40,6 @@ class Agreement:
         """
         if self._ranks is None or self._ranks.size == 1:
             return longest(usable)
-        if self._rule.is_monotone:
-            return self._ranks.agree_min([longest(usable)], timeout=self._timeout)[0]
         # Ranks may have checkpoints at different pages: only the same one will do.
         mine = [int(one) for one in usable] + [0] * (num_pages - len(usable))
         common = self._ranks.agree_min(mine, timeout=self._timeout)

@@ -62,7 +62,7 @@ class Backup:
     @property
     def num_writing(self) -> int:
         """Pages that are being written, late ones not counted."""
-        return sum(self._writing.values())
+        return self._control.num_writing
 
     @property
     def generation(self) -> int:
@@ -154,6 +154,7 @@ class Backup:
         job = _WriteJob(self, kind, keys, slots)
         self._num_batches += 1
         self._writing[kind] += len(slots)
+        control.num_writing += len(slots)
         control.jobs.start(
             job,
             lambda number: WritePages(
@@ -173,6 +174,7 @@ class Backup:
         self._control.metrics.worker_fault("late_write")
         self._num_batches -= 1
         self._writing[job.kind] -= len(job.slots)
+        self._control.num_writing -= len(job.slots)
 
     def finish(self, job: _WriteJob, done: StorageDone) -> None:
         """A batch was written, or not; each page counts by itself."""
@@ -181,6 +183,7 @@ class Backup:
         if not job.is_late:
             self._num_batches -= 1
             self._writing[job.kind] -= len(job.slots)
+            control.num_writing -= len(job.slots)
         failed = [status is ItemStatus.FAILED for status in done.statuses]
         if not job.is_late:
             control.link.judge(job.generation, ok=not any(failed))

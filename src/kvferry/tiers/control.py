@@ -67,6 +67,9 @@ class Control:
         self.life = 0
         """Goes up with every reset."""
 
+        self.num_writing = 0
+        """Pages and checkpoints that are being written to storage: room may come when they are."""
+
         self.closed = False
 
     @property
@@ -97,11 +100,20 @@ class Control:
 
     def usable_on_host(self, nodes: Sequence[int]) -> int:
         """How many leading pages can be loaded."""
+        if self.rule.is_monotone:
+            return self.first_suspect(nodes, self.index.host_prefix(nodes))
         return self.rule.usable_pages(self.readable_pages(nodes), self.readable_states(nodes))
+
+    def first_suspect(self, nodes: Sequence[int], limit: int) -> int:
+        """How many of the first `limit` pages come before one whose bytes are in doubt."""
+        suspects = self.tiers[SlotKind.PAGE].suspects
+        if not suspects:  # nearly always: no walk over all pages then
+            return limit
+        return next((page for page in range(limit) if nodes[page] in suspects), limit)
 
     def chain_nodes(self, keys: Sequence[bytes]) -> list[int]:
         """The nodes of the longest known prefix of `keys`."""
-        return list(self.index.match(keys).nodes)
+        return self.index.match(keys).nodes
 
     # ---------------------------------------------------------------- telling
 

@@ -146,7 +146,7 @@ class FetchReads:
         if control.link.admit():
             return False
         slots = tier.reserve(list(wanted.values()), PageState.FETCHING)
-        if len(slots) < len(wanted):
+        if len(slots) < len(wanted) and not control.num_writing:
             fetch.reason = fetch.reason or Reason.HOST_FULL
         positions = list(wanted)[: len(slots)]
         for position, slot in zip(positions, slots, strict=True):
@@ -154,7 +154,8 @@ class FetchReads:
             fetch.slots[position] = slot
         if slots:
             self._desk.send(fetch, SlotKind.PAGE, positions, slots)
-        return not fetch.reason
+        # Short of room, with pages on their way to storage that will make some: asked again then.
+        return len(slots) == len(wanted)
 
     def _read_state(self, fetch: FetchHandle) -> None:
         control, tier = self._control, self._control.tiers[SlotKind.STATE]
@@ -169,7 +170,8 @@ class FetchReads:
             elif not tier.is_filling(nodes[-1]) and not control.link.admit():
                 slots = tier.reserve(nodes[-1:], PageState.FETCHING)
                 if not slots:
-                    fetch.reason = fetch.reason or Reason.HOST_FULL
+                    if not control.num_writing:
+                        fetch.reason = fetch.reason or Reason.HOST_FULL
                     return
                 fetch.state_slot, fetch.state_fetch = slots[0], PageFetch.READING
                 self._desk.send(fetch, SlotKind.STATE, [page - fetch.start], slots)

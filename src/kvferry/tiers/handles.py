@@ -193,9 +193,11 @@ class LoadHandle(_TransferHandle):
             raise CacheError(
                 "this load runs in the process that has the data plane: wait for layers there"
             )
-        for transfer in self.transfers:
-            if transfer.has_layer(layer):
-                transfer.wait_layer(layer, stream)
+        moving = [transfer for transfer in self.transfers if transfer.has_layer(layer)]
+        if self.transfers and not moving:
+            raise CacheError(f"this load moves nothing of model layer {layer}")
+        for transfer in moving:
+            transfer.wait_layer(layer, stream)
 
     def agreed_tokens(self, timeout: float | None = None) -> int:
         """`usable_tokens`, as all ranks have it: one agreement, the same on every rank.

@@ -73,7 +73,9 @@ class HostTier:
         self._evicted = evicted
         self._keep = keep
         self._filling: dict[int, int] = {}
-        self._suspects: set[int] = set()
+        self.suspects: set[int] = set()
+        """Nodes here whose bytes are in doubt."""
+
         self._is_pages = kind is SlotKind.PAGE
 
     @property
@@ -99,7 +101,7 @@ class HostTier:
 
     def is_readable(self, node: int) -> bool:
         """Whether `node` is here and may be loaded."""
-        return self.slot_of(node) != _NO_SLOT and node not in self._suspects
+        return self.slot_of(node) != _NO_SLOT and node not in self.suspects
 
     def is_filling(self, node: int) -> bool:
         """Whether a store or a read is bringing `node` here."""
@@ -112,9 +114,9 @@ class HostTier:
     def suspect(self, node: int, *, is_suspect: bool) -> None:
         """Do not load `node` while its bytes are in doubt."""
         if is_suspect:
-            self._suspects.add(node)
+            self.suspects.add(node)
         else:
-            self._suspects.discard(node)
+            self.suspects.discard(node)
 
     # ---------------------------------------------------------------- filling
 
@@ -204,7 +206,7 @@ class HostTier:
         else:
             self._index.clear_state(node, even_if_leased=True)
         self._index.pin([node] * (pins - self.ledger.readers(slot)))
-        self._suspects.discard(node)
+        self.suspects.discard(node)
         self._release(slot, actor)
 
     def _release(self, slot: int, actor: Actor) -> None:

@@ -29,6 +29,9 @@ class _Restore:
         self.keys = keys
         self.first_page = first_page
         self.loaded: set[int] = set()
+        self.windows: set[int] = set()
+        """Pages whose window planes were loaded too."""
+
         self.bad: set[int] = set()
         self.has_state = False
         self.state_is_bad = False
@@ -218,6 +221,8 @@ class Loads:
             restore.has_state = True
         else:
             restore.loaded.update(pages)
+            if move.planes is None:
+                restore.windows.update(pages)
         if answer is not None:
             handle.transfers.append(answer)  # type: ignore[arg-type]
 
@@ -259,14 +264,12 @@ class Loads:
         handle.verified = restore.all_verified and control.options.verify is Verify.ALWAYS
         handle.bad_pages = tuple(sorted(restore.bad))
         # What was before the load is the caller's own, and good.
-        good = [
-            page < restore.first_page or (page in restore.loaded and page not in restore.bad)
-            for page in range(count)
-        ]
-        states = [False] * count
-        if restore.has_state and not restore.state_is_bad:
-            states[-1] = True
-        usable = control.rule.usable_pages(good, states) * size
+        whole, windows = (
+            [page < restore.first_page or page in pages - restore.bad for page in range(count)]
+            for pages in (restore.loaded, restore.windows)
+        )
+        has_state = restore.has_state and not restore.state_is_bad
+        usable = control.rule.usable_loaded(whole, windows, has_state=has_state) * size
         handle.usable = max(usable, handle.skip_tokens)
         if handle.error:
             handle.reason = Reason.TRANSFER_FAILED

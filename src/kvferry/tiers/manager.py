@@ -120,7 +120,7 @@ class TierManager:
             clock=clock,
             pump=pump if pump is not None else self._only_poll,
         )
-        self._agreement = Agreement(ranks, self._control.rule, options.agree_timeout_secs)
+        self._agreement = Agreement(ranks, options.agree_timeout_secs)
         self._backup = Backup(self._control)
         self._stores = Stores(self._control, self._backup)
         self._prefetch = Prefetch(self._control)
@@ -160,14 +160,17 @@ class TierManager:
         """
         self._check_open()
         control = self._control
-        nodes = control.chain_nodes(keys)
-        pages, states = control.readable_pages(nodes), control.readable_states(nodes)
-        usable = control.rule.usable_prefixes(pages, states)
-        here = longest(usable)
-        agreed = self._agreement.prefix(usable, len(keys))
-        stored = here
-        while stored < len(nodes) and (pages[stored] or control.index.is_stored(nodes[stored])):
-            stored += 1
+        known = control.index.match(keys)
+        nodes = known.nodes
+        if control.rule.is_monotone:
+            here = control.first_suspect(nodes, known.num_on_host)
+            agreed = self._agreement.count(here)
+        else:
+            pages, states = control.readable_pages(nodes), control.readable_states(nodes)
+            usable = control.rule.usable_prefixes(pages, states)
+            here = longest(usable)
+            agreed = self._agreement.prefix(usable, len(keys))
+        stored = max(here, known.num_held)
         size = control.page_size
         reason = Reason.NONE if agreed == len(keys) else Reason.NOTHING_FOUND
         by_tier = {Tier.HOST: here * size, Tier.STORAGE: (stored - here) * size}
@@ -250,7 +253,7 @@ class TierManager:
         control = self._control
         control.index.expire()
         control.jobs.call_late(control.clock())
-        self._prefetch.tick()
+        self._prefetch.tick(changed=bool(completions))
         self._backup.dispatch()
         if control.metrics.enabled:
             for tier in control.tiers.values():
@@ -262,7 +265,7 @@ class TierManager:
 
     def agree_tokens(self, tokens: int, timeout: float | None = None) -> int:
         """The smallest of all ranks' numbers of tokens."""
-        return self._agreement.tokens(tokens, timeout)
+        return self._agreement.count(tokens, timeout)
 
     # ---------------------------------------------------------------- storage
 

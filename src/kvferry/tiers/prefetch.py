@@ -87,6 +87,7 @@ class Prefetch:
         self.num_batches = 0
         """Reads in flight, late ones not counted."""
 
+        self._changed = False
         self._reads = FetchReads(control, self)
 
     @property
@@ -185,6 +186,7 @@ class Prefetch:
         fetch.slots.clear()
         fetch.state_slot = -1
         fetch.stage, fetch.done = FetchStage.OVER, True
+        self._changed = True
         fetch.reason = reason
         for lease in fetch.leases:
             control.index.release(lease)
@@ -202,8 +204,10 @@ class Prefetch:
         for fetch in list(self._open):
             self.stop(fetch, reason)
 
-    def tick(self) -> None:
-        """Go on with those that waited for budget, for others, or for the time."""
+    def tick(self, *, changed: bool) -> None:
+        """Go on with those that waited for budget or for others, where something `changed`."""
+        changed |= self._changed
+        self._changed = False
         now = self._control.clock()
         down = self._control.link.refusal()
         for fetch in list(self._open):
@@ -211,7 +215,7 @@ class Prefetch:
                 self.stop(fetch, Reason.DEADLINE)
             elif down and fetch.stage is FetchStage.READING and not fetch.statuses_left:
                 self.stop(fetch, down)
-            elif fetch.stage is FetchStage.READING:
+            elif changed and fetch.stage is FetchStage.READING:
                 self._reads.advance(fetch)
 
     # ---------------------------------------------------------------- answers

@@ -81,6 +81,29 @@ class RestoreRule:
             usable.append(enough and (not self.needs_state or bool(states[count - 1])))
         return usable
 
+    def usable_loaded(
+        self, whole: Sequence[bool], windows: Sequence[bool], *, has_state: bool
+    ) -> int:
+        """The longest prefix that can be used of what a load brought.
+
+        A load brings window planes of its last pages only. So when one of those is bad, a shorter
+        prefix may lack, at its own end, what the longer one did not need.
+
+        Args:
+            whole: For each page, whether the planes that all of a prefix needs are there.
+            windows: For each page, whether the window planes are.
+            has_state: There is a checkpoint at the end of the last page.
+        """
+        for count in range(len(whole), 0, -1):
+            if self.needs_state and not (has_state and count == len(whole)):
+                continue
+            if self._all_pages and not all(whole[:count]):
+                continue
+            if self.windows and not all(windows[self.window_start(count) : count]):
+                continue
+            return count
+        return 0
+
 
 def leading(found: Sequence[bool]) -> int:
     """How many are true, from the first on."""
