@@ -46,8 +46,9 @@ def serve(pipe: Connection, told: dict[str, Any], num_slots: int, device_rows: i
         if what == "commands":
             for command in given:
                 running = data.execute(command)
-                if isinstance(command, MovePages) and command.direction is Direction.LOAD:
-                    for layer in running.handle.plan.model_layers if running else ():
+                is_load = isinstance(command, MovePages) and command.direction is Direction.LOAD
+                if is_load and running is not None:
+                    for layer in running.handle.plan.model_layers:
                         running.wait_layer(layer)
         elif what == "attach":
             data.attach_storage(given, MemoryBackend())

@@ -296,6 +296,9 @@ def test_others_learn_of_a_bad_page() -> None:
     rig.flip_host(TOKENS, 3, 0)
     first.wait_all()
     rig.until(lambda: first.done)
+    # Before the second look is over the page is in doubt, and served to nobody.
+    assert rig.manager.num_jobs == 2
+    assert rig.manager.match(rig.keys(TOKENS)).num_tokens == 3 * PAGE
     rig.manager.poll()
     assert rig.match(TOKENS).num_tokens == 3 * PAGE
     second.wait_all()

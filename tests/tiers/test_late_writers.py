@@ -118,7 +118,7 @@ def test_of_a_storage_write(force: bool, and_reset: bool, release: threading.Eve
     """A write that hangs keeps its pages readable and in place; others store on; detach is
     bounded; a new backend may come before the old one returned."""
     backend = FaultyBackend()
-    rig = Rig((K, V), num_slots=8, backend=backend)
+    rig = Rig((K, V), num_slots=12, backend=backend, max_batches=1)
     block = Fault(FaultKind.BLOCK, release=release, deadline_secs=60)
     backend.script("write_from", None, block, always=True)
     was = rig.pages(0, 4)
@@ -132,13 +132,16 @@ def test_of_a_storage_write(force: bool, and_reset: bool, release: threading.Eve
         assert all(tier.ledger.state(slot) is PageState.CONDEMNED for slot in held)
     gone = rig.manager.detach_storage(force=force)
     assert gone is force
+    second = MemoryBackend()
     if force:
-        rig.attach(MemoryBackend())
+        rig.attach(second)
     else:
         with pytest.raises(CacheError, match="detaching"):
             rig.manager.new_generation()
     for number, prompt in enumerate(OTHERS[:2]):
         rig.store(prompt, 10 + 4 * number)
+    if force:  # the hung write takes no part of what the new backend may have in flight
+        rig.until(lambda: second.stats().objects >= 8)
     if not and_reset:
         loaded = rig.load(rig.match(TOKENS), 40)
         loaded.wait(20)

@@ -70,14 +70,13 @@ def test_the_breaker() -> None:
     assert breaker.admit()
     assert not breaker.admit()
     breaker.failed()
-    assert breaker.state is BreakerState.OPEN
+    assert not breaker.is_usable()
     now[0] = 20
     assert breaker.admit()
     now[0] = 31  # the trial never came back
     assert breaker.admit()
     breaker.succeeded()
-    assert breaker.state is BreakerState.CLOSED
-    assert breaker.times_opened == 1
+    assert (breaker.state, breaker.times_opened) == (BreakerState.CLOSED, 1)
 
 
 def test_misses_are_remembered_for_a_while() -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvferry.config import Config
-from kvferry.memory import HostPool
+from kvferry.memory import HostPool, HugePages, split_budget
 from kvferry.tiers import PrefetchPolicy, StorePolicy, TierOptions, Verify
 from kvferry.transfer import TransferEngine
 from kvferry.types import SlotKind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from kvferry.geometry import Geometry, PoolView
 
 __all__ = ["backend_options", "make_engine", "make_pools", "resolved_config", "tier_options"]
+
+
+_HUGE_PAGES: Mapping[str, HugePages] = {"off": "never", "auto": "auto", "required": "always"}
 
 
 def resolved_config(config: Config | None, overrides: Mapping[str, Mapping[str, Any]]) -> Config:
@@ -46,24 +48,29 @@ def make_pools(
 ) -> dict[SlotKind, HostPool]:
     """All pools together take no more than the configured size."""
     host = config.host
-    total = host.num_bytes
-    if total is None:
-        total = int(device_pool_bytes(device_pool) * host.device_ratio)
-    kinds = [kind for kind in SlotKind if geometry.spans(kind)]
-    shares = {kinds[0]: total}
-    if len(kinds) > 1:
-        states = int(total * host.state_fraction)
-        shares = {SlotKind.PAGE: total - states, SlotKind.STATE: states}
-    pools: dict[SlotKind, HostPool] = {}
-    for kind, num_bytes in shares.items():
-        pools[kind] = HostPool(
+    has_both = all(geometry.spans(kind) for kind in SlotKind)
+    sizes = split_budget(
+        geometry,
+        num_bytes=host.num_bytes,
+        device_bytes=device_pool_bytes(device_pool) if host.num_bytes is None else None,
+        ratio=host.device_ratio,
+        state_fraction=host.state_fraction if has_both else None,
+        reserve_bytes=host.reserve_bytes,
+        locked=host.locked,
+        huge_pages=_HUGE_PAGES[host.huge_pages],
+    )
+    return {
+        kind: HostPool(
             geometry,
-            num_bytes=num_bytes,
+            num_slots=sizes.slots(kind),
             kind=kind,
             locked=host.locked,
+            huge_pages=_HUGE_PAGES[host.huge_pages],
             reserve_bytes=host.reserve_bytes,
         )
-    return pools
+        for kind in SlotKind
+        if geometry.spans(kind)
+    }
 
 
 def device_pool_bytes(pool: PoolView) -> int:
