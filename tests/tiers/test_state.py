@@ -98,7 +98,7 @@ def test_the_three_books_are_compared() -> None:
         tier.check_integrity()
     tier = HostTier(SlotKind.PAGE, SlotOwners(4), index := PrefixIndex())
     slots = tier.reserve(index.insert([bytes(32)]), PageState.STORING)
-    tier.publish(slots[0], Actor.TRANSFER)
+    tier.publish(slots[:1], Actor.TRANSFER)
     tier.check_integrity()
     index.clear_host([0])
     with pytest.raises(PageStateError, match="resident as node"):

@@ -48,7 +48,9 @@ class Backup:
 
     def __init__(self, control: Control) -> None:
         self._control = control
-        self._queue: OrderedDict[tuple[SlotKind, bytes], None] = OrderedDict()
+        self._queues: dict[SlotKind, OrderedDict[bytes, None]] = {
+            kind: OrderedDict() for kind in control.tiers
+        }
         self._writing: dict[SlotKind, int] = dict.fromkeys(control.tiers, 0)
         self._num_batches = 0
         self.states_stored: set[bytes] = set()
@@ -57,7 +59,7 @@ class Backup:
     @property
     def depth(self) -> int:
         """Pages that wait."""
-        return len(self._queue)
+        return sum(map(len, self._queues.values()))
 
     @property
     def num_writing(self) -> int:
@@ -85,17 +87,19 @@ class Backup:
         if control.link.refusal() is not Reason.NONE:
             return
         skipped = 0
+        room = control.options.max_queue_pages - self.depth
         for node in nodes:
             for kind, tier in control.tiers.items():
                 if tier.slot_of(node) < 0 or self.is_stored(kind, node):
                     continue
-                entry = (kind, control.index.key_of(node))
-                if entry in self._queue:
+                key = control.index.key_of(node)
+                if key in self._queues[kind]:
                     continue
-                if len(self._queue) >= control.options.max_queue_pages:
+                if room <= 0:
                     skipped += 1
                     continue
-                self._queue[entry] = None
+                self._queues[kind][key] = None
+                room -= 1
         if skipped:
             control.metrics.dropped(Reason.QUEUE_FULL, skipped)
         self.dispatch()
@@ -119,28 +123,25 @@ class Backup:
 
     def dispatch(self) -> None:
         """Send batches of what waits, as far as there is room in flight."""
-        control = self._control
-        while self._queue and control.link.refusal() is Reason.NONE:
-            kind = next(iter(self._queue))[0]
-            room = min(self._room(kind), control.options.batch_pages)
-            if not room:
-                break
-            batch: list[tuple[bytes, int]] = []
-            for entry in list(self._queue):
-                if len(batch) == room:
-                    break
-                if entry[0] is not kind:
-                    continue
-                del self._queue[entry]
-                node = control.index.node_of(entry[1])
-                if node is None or self.is_stored(kind, node):
-                    continue
-                tier = control.tiers[kind]
-                if tier.is_readable(node) and not control.tiers[kind].is_filling(node):
-                    batch.append((entry[1], node))
-            if batch and not self._send(kind, batch):
-                break
-        control.metrics.queue("backup", len(self._queue))
+        for kind in self._queues:
+            while self._queues[kind] and self._send_next(kind):
+                pass
+        self._control.metrics.queue("backup", self.depth)
+
+    def _send_next(self, kind: SlotKind) -> bool:
+        """Send one batch of what waits; False if none may be sent just now."""
+        control, waiting, tier = self._control, self._queues[kind], self._control.tiers[kind]
+        room = min(self._room(kind), control.options.batch_pages)
+        if not room or control.link.refusal() is not Reason.NONE:
+            return False
+        batch: list[tuple[bytes, int]] = []
+        while waiting and len(batch) < room:
+            key, _ = waiting.popitem(last=False)
+            node = control.index.node_of(key)
+            # Meanwhile it may have been evicted, written, or found to be in doubt.
+            if node is not None and tier.is_readable(node) and not self.is_stored(kind, node):
+                batch.append((key, node))
+        return not batch or self._send(kind, batch)
 
     def _send(self, kind: SlotKind, batch: Sequence[tuple[bytes, int]]) -> bool:
         control = self._control
@@ -215,7 +216,8 @@ class Backup:
 
     def clear(self) -> None:
         """Nothing that waits is to be written."""
-        self._queue.clear()
+        for waiting in self._queues.values():
+            waiting.clear()
 
     def forget_storage(self) -> None:
         """Another backend, or none: nothing is known of what it has."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.tiers.fetch import PageFetch
 from kvferry.tiers.policy import Reason
-from kvferry.tiers.state import Actor, PageState
+from kvferry.tiers.state import NO_NODE, Actor, PageState
 from kvferry.types import SlotKind, Tier
 
 if TYPE_CHECKING:
@@ -67,14 +67,14 @@ class FetchReads:
 
     def _publish(self, fetch: FetchHandle) -> None:
         control = self._control
-        published = []
+        whole = []
         for position, page in enumerate(fetch.pages):
             if page is PageFetch.READ:
-                tier = control.tiers[SlotKind.PAGE]
-                published.append(tier.publish(fetch.slots.pop(position), Actor.READ))
+                whole.append(fetch.slots.pop(position))
                 fetch.pages[position] = PageFetch.HERE
             elif page is not PageFetch.HERE:
                 break
+        published = control.tiers[SlotKind.PAGE].publish(whole, Actor.READ) if whole else []
         fetch.num_fetched += len(published)
         if published:
             control.index.set_stored(published, True)
@@ -84,9 +84,9 @@ class FetchReads:
         if fetch.state_fetch is PageFetch.READ and all(
             page is PageFetch.HERE for page in fetch.pages
         ):
-            node = control.tiers[SlotKind.STATE].publish(fetch.state_slot, Actor.READ)
+            nodes = control.tiers[SlotKind.STATE].publish([fetch.state_slot], Actor.READ)
             fetch.state_slot, fetch.state_fetch = -1, PageFetch.HERE
-            control.tell_stored(Tier.HOST, SlotKind.STATE, [node])
+            control.tell_stored(Tier.HOST, SlotKind.STATE, nodes)
 
     def _budget(self) -> int:
         control = self._control
@@ -122,10 +122,14 @@ class FetchReads:
             if fetch.pages[stop] is not PageFetch.WANTED:
                 break
             stop += 1
-        nodes = control.index.insert(fetch.keys[: fetch.start + stop])
+        begin = fetch.start + first
+        parent = control.index.node_of(fetch.keys[begin - 1]) if begin else NO_NODE
+        if parent is None:  # nothing holds the page before any more
+            begin, parent = 0, NO_NODE
+        nodes = control.index.insert(fetch.keys[begin : fetch.start + stop], first_parent=parent)
         control.index.pin(nodes)
         try:
-            return self._read_nodes(fetch, first, nodes[fetch.start + first :])
+            return self._read_nodes(fetch, first, nodes[fetch.start + first - begin :])
         finally:
             control.index.unpin(nodes)
             control.index.forget(nodes[::-1])

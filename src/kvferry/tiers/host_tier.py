@@ -137,21 +137,23 @@ class HostTier:
         for node, slot in zip(nodes, slots, strict=False):
             self.ledger.move(slot, state, Actor.CALLER, node)
             self._filling[node] = slot
-            self._index.pin([node])
+        self._index.pin(nodes[: len(slots)])
         return slots
 
-    def publish(self, slot: int, actor: Actor) -> int:
-        """The page in `slot` is whole: the index names it from now on. Its node."""
-        node = self.ledger.node(slot)
-        self.ledger.move(slot, PageState.RESIDENT, actor, node)
-        self.pool.hand_over((slot,), SlotOwner.TRANSFER, SlotOwner.INDEX)
-        del self._filling[node]
+    def publish(self, slots: Sequence[int], actor: Actor) -> list[int]:
+        """The pages in `slots` are whole: the index names them from now on. Their nodes."""
+        nodes = [self.ledger.node(slot) for slot in slots]
+        for node, slot in zip(nodes, slots, strict=True):
+            self.ledger.move(slot, PageState.RESIDENT, actor, node)
+            del self._filling[node]
+        self.pool.hand_over(slots, SlotOwner.TRANSFER, SlotOwner.INDEX)
         if self._is_pages:
-            self._index.set_host([node], [slot])
+            self._index.set_host(nodes, slots)
         else:
-            self._index.set_state(node, slot)
-        self._index.unpin([node])
-        return node
+            for node, slot in zip(nodes, slots, strict=True):
+                self._index.set_state(node, slot)
+        self._index.unpin(nodes)
+        return nodes
 
     def abandon(self, slot: int, actor: Actor) -> None:
         """Nothing came into `slot`, or came too late: it is free again."""
@@ -184,13 +186,17 @@ class HostTier:
 
     def end_reading(self, slots: Iterable[int]) -> None:
         """A reader is done with `slots`."""
+        unpinned, freed = [], []
         for slot in slots:
             node = self.ledger.node(slot)
             if self.ledger.drop_reader(slot):
                 self.ledger.move(slot, PageState.ABSENT, Actor.READER)
-                self.pool.free((slot,), SlotOwner.TRANSFER)
+                freed.append(slot)
             elif node != NO_NODE:  # not condemned meanwhile
-                self._index.unpin([node])
+                unpinned.append(node)
+        if freed:
+            self.pool.free(freed, SlotOwner.TRANSFER)
+        self._index.unpin(unpinned)
 
     # ---------------------------------------------------------------- leaving
 

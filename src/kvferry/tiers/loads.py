@@ -264,10 +264,10 @@ class Loads:
         handle.verified = restore.all_verified and control.options.verify is Verify.ALWAYS
         handle.bad_pages = tuple(sorted(restore.bad))
         # What was before the load is the caller's own, and good.
-        whole, windows = (
-            [page < restore.first_page or page in pages - restore.bad for page in range(count)]
-            for pages in (restore.loaded, restore.windows)
-        )
+        good = restore.loaded - restore.bad
+        good_windows = restore.windows - restore.bad
+        whole = [page < restore.first_page or page in good for page in range(count)]
+        windows = [page < restore.first_page or page in good_windows for page in range(count)]
         has_state = restore.has_state and not restore.state_is_bad
         usable = control.rule.usable_loaded(whole, windows, has_state=has_state) * size
         handle.usable = max(usable, handle.skip_tokens)
@@ -276,12 +276,9 @@ class Loads:
         elif restore.bad:
             handle.reason = Reason.BAD_PAGES
         handle.done = True
-        loaded = [
-            node
-            for page in range(restore.first_page, handle.usable // size)
-            if (node := control.index.node_of(restore.keys[page])) is not None
-        ]
-        control.tell_loaded(Tier.HOST, loaded)
+        if control.events.active:
+            loaded = control.chain_nodes(restore.keys)[restore.first_page : handle.usable // size]
+            control.tell_loaded(Tier.HOST, loaded)
 
     def _check_again(self, kind: SlotKind, pages: list[tuple[bytes, int]]) -> None:
         """Read pages that failed their digest once more, where they lie on the host.

@@ -94,11 +94,12 @@ class RestoreRule:
             windows: For each page, whether the window planes are.
             has_state: There is a checkpoint at the end of the last page.
         """
-        for count in range(len(whole), 0, -1):
-            if self.needs_state and not (has_state and count == len(whole)):
-                continue
-            if self._all_pages and not all(whole[:count]):
-                continue
+        longest_whole = leading(whole) if self._all_pages else len(whole)
+        if self.needs_state and not (has_state and longest_whole == len(whole)):
+            return 0
+        for count in range(longest_whole, 0, -1):
+            if self.needs_state and count < len(whole):
+                break
             if self.windows and not all(windows[self.window_start(count) : count]):
                 continue
             return count

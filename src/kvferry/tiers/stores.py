@@ -198,12 +198,13 @@ class Stores:
         control, tier = self._control, self._control.tiers[job.kind]
         handle = job.handle
         bad = set(range(len(job.slots)) if done.error else done.bad_pages)
-        stored = []
+        whole = []
         for position, slot in enumerate(job.slots):
             if job.aborted or position in bad:
                 tier.abandon(slot, Actor.TRANSFER)
             else:
-                stored.append(tier.publish(slot, Actor.TRANSFER))
+                whole.append(slot)
+        stored = tier.publish(whole, Actor.TRANSFER)
         control.metrics.transferred(
             Direction.STORE,
             done.path,
