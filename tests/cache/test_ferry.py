@@ -393,3 +393,22 @@ def test_loads_are_counted(engine: Engine) -> None:
 
     text = generate_latest(metrics.registry).decode()
     assert "kvferry_load_back_bytes_total" in text
+
+
+def test_replicas_write_once_and_read_alike(engine: Engine) -> None:
+    """Of ranks with the same bytes one writes; the others have nothing to do, which is success."""
+    backend = MemoryBackend()
+    follower = engine.cache(storage=backend, writes_storage=False)
+    follower.store(TOKENS, device_slots=np.arange(18)).wait()
+    assert follower.flush(20).complete
+    assert backend.stats().objects == 0
+    writer = engine.cache(storage=backend)
+    writer.store(TOKENS, device_slots=np.arange(18)).wait()
+    assert writer.flush(20).complete
+    assert backend.stats().objects == 4
+    follower.reset()
+    fetch = follower.prefetch(TOKENS)
+    fetch.wait()
+    assert fetch.result().num_tokens == 16
+    follower.close()
+    writer.close()

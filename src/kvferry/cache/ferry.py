@@ -51,6 +51,8 @@ class KVFerry(CacheLife):
         config: All settings; None: from the environment and its file, see `Config.resolve`.
         namespace: What separates this model's keys from others; None of its fields may lie.
         storage: A backend, instead of the one in the config. It is closed with the cache.
+        writes_storage: False on all ranks but one of those that have the same bytes, whose
+            namespaces have the same `shard`: they read what that one writes.
         ranks: Who must agree on prefixes, where several processes serve one model.
         metrics: Is told of what happens; None: as the config says.
         events: Takes events; None: a new log as the config says.
@@ -73,6 +75,7 @@ class KVFerry(CacheLife):
         *,
         namespace: Namespace,
         storage: StorageBackend | None = None,
+        writes_storage: bool = True,
         ranks: Ranks | None = None,
         metrics: MetricsSink | None = None,
         events: EventLog | None = None,
@@ -108,7 +111,12 @@ class KVFerry(CacheLife):
             PrefixIndex(policy=config.host.eviction_policy, clock=clock),
             pools,
             data,
-            options=tier_options(config, next(iter(pools.values())).num_slots, verify),
+            options=tier_options(
+                config,
+                next(iter(pools.values())).num_slots,
+                verify,
+                writes_storage=writes_storage,
+            ),
             switches=self.switches,
             ranks=ranks,
             metrics=self.metrics,

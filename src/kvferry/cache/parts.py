@@ -96,7 +96,9 @@ def make_engine(
     )
 
 
-def tier_options(config: Config, num_slots: int, verify: Verify) -> TierOptions:
+def tier_options(
+    config: Config, num_slots: int, verify: Verify, *, writes_storage: bool
+) -> TierOptions:
     """The config as the tier manager takes it; `num_slots` of the host tier."""
     prefetch, storage = config.prefetch, config.storage
     budget = prefetch.budget_pages
@@ -106,6 +108,7 @@ def tier_options(config: Config, num_slots: int, verify: Verify) -> TierOptions:
         store_policy=StorePolicy(config.store.policy),
         selective_hits=config.store.selective_hits,
         max_queue_pages=config.store.max_queue_pages,
+        writes_storage=writes_storage,
         load_threshold_tokens=config.load.threshold_tokens,
         prefetch=prefetch.enabled,
         prefetch_policy=PrefetchPolicy(prefetch.policy),

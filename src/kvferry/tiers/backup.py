@@ -84,7 +84,7 @@ class Backup:
     def offer(self, nodes: Iterable[int]) -> None:
         """Pages and checkpoints that are on the host should be in storage too."""
         control = self._control
-        if control.link.refusal() is not Reason.NONE:
+        if not control.options.writes_storage or control.link.refusal() is not Reason.NONE:
             return
         skipped = 0
         room = control.options.max_queue_pages - self.depth
@@ -107,7 +107,9 @@ class Backup:
     def last_chance(self, kind: SlotKind, node: int) -> bool:
         """`node` is about to be evicted from the host: True if it is being written first."""
         control = self._control
-        if self.is_stored(kind, node) or control.link.refusal() is not Reason.NONE:
+        if not control.options.writes_storage or self.is_stored(kind, node):
+            return False
+        if control.link.refusal() is not Reason.NONE:
             return False
         if not self._room(kind) or not self._send(kind, [(control.index.key_of(node), node)]):
             control.metrics.dropped(Reason.EVICTED_UNSTORED, 1)

@@ -108,6 +108,9 @@ class TierOptions:
     max_queue_pages: int = 4096
     """The most pages that wait to be written to storage; more are skipped and counted."""
 
+    writes_storage: bool = True
+    """False for a rank whose bytes another rank writes too, as of planes that all ranks have."""
+
     load_threshold_tokens: int = 10
     prefetch: bool = True
     prefetch_policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT

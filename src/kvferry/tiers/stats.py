@@ -56,6 +56,8 @@ def backup_gaps(control: Control) -> tuple[int, int]:
     """
     index = control.index
     unstored = holes = 0
+    if not control.options.writes_storage:  # what it has, another rank writes
+        return 0, 0
     for tier in control.tiers.values():
         for slot in tier.ledger.slots_in(PageState.RESIDENT):
             node = tier.ledger.node(slot)
