@@ -82,3 +82,27 @@ def test_storage_keeps_what_the_host_could_not() -> None:
         fetch.wait(20)
         assert fetch.result().num_tokens == 4 * PAGE
     rig.close()
+
+
+def test_another_backend_gets_what_the_last_one_had() -> None:
+    """What was known of a backend goes with it: pages of the host are written to the next."""
+    rig = Rig(num_slots=12, backend=MemoryBackend())
+    rig.store(TOKENS).wait(20)
+    rig.settle()
+    rig.store(OTHER, 10).wait(20)
+    rig.until(lambda: not rig.manager.offer_all())
+    rig.settle()
+    rig.manager.reset()
+    rig.store(TOKENS).wait(20)
+    rig.settle()
+    rig.manager.detach_storage()
+    rig.settle()
+    second = MemoryBackend()
+    rig.attach(second)
+    assert rig.index.num_stored == 0
+    rig.store(OTHER, 10).wait(20)
+    rig.until(lambda: not rig.manager.offer_all())
+    rig.settle()
+    assert second.stats().objects == 7
+    assert rig.manager.backup_gaps() == (0, 0)
+    rig.close()

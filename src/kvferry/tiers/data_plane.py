@@ -8,7 +8,6 @@ import time
 from typing import TYPE_CHECKING
 
 from kvferry.errors import KVFerryError, TransferError
-from kvferry.kernels import NO_DIGEST
 from kvferry.storage import ItemStatus
 from kvferry.tiers.commands import (
     Checked,
@@ -167,7 +166,7 @@ class DataPlane:
             return None
 
     def _move(self, command: MovePages) -> RunningTransfer:
-        engine, pool = self._engines[command.kind], self._pools[command.kind]
+        engine = self._engines[command.kind]
         plan = TransferPlan.build(
             self._geometry,
             command.direction,
@@ -183,9 +182,6 @@ class DataPlane:
         if command.direction is Direction.LOAD:
             handle = engine.load(plan, command.stream)
         else:
-            if self._verify is not Verify.ALWAYS:
-                # No digest of an earlier page may go with this one.
-                pool.digests[plan.host_slots] = NO_DIGEST
             handle = engine.store(plan, command.stream)
         running = RunningTransfer(command.job, handle, started)
         self._running.append(running)

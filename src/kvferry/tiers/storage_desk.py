@@ -128,10 +128,12 @@ class StorageDesk:
         return self._control.link.state is LinkState.NONE
 
     def gone(self, generation: int) -> None:
-        """The backend was closed, or is given up. What the index knows of it was hints."""
+        """The backend was closed, or is given up."""
         link = self._control.link
         if generation == link.generation and link.state is not LinkState.NONE:
             link.detached(generation)
+            # The next backend has none of it, as far as anybody knows.
+            self._control.index.clear_stored()
             self._backup.forget_storage()
 
     def probe(self, keys: Sequence[bytes]) -> ProbeHandle:
