@@ -9,20 +9,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvferry.cache import KVFerry
     from kvferry.errors import KVFerryError
     from kvferry.geometry import Geometry, HitRule, LayerView, Plane, PoolView
+    from kvferry.index import ContentSpan, Namespace
     from kvferry.memory import HostPool, RegisteredHostPool, SlotOwner
     from kvferry.transfer import TransferEngine, TransferHandle, TransferPlan, blocks_to_rows
     from kvferry.types import Direction, Layout, SlotKind
 
 __all__ = [
+    "ContentSpan",
     "Direction",
     "Geometry",
     "HitRule",
     "HostPool",
+    "KVFerry",
     "KVFerryError",
     "LayerView",
     "Layout",
+    "Namespace",
     "Plane",
     "PoolView",
     "RegisteredHostPool",
@@ -38,6 +43,8 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "kvferry.cache": ("KVFerry",),
+    "kvferry.index": ("ContentSpan", "Namespace"),
     "kvferry.errors": ("KVFerryError",),
     "kvferry.geometry": ("Geometry", "HitRule", "LayerView", "Plane", "PoolView"),
     "kvferry.memory": ("HostPool", "RegisteredHostPool", "SlotOwner"),

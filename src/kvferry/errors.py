@@ -32,7 +32,11 @@ found, the limit it broke and what to do next.
     │   ├── NoDeviceError                   there is no driver, or no such GPU
     │   ├── DriverTooOldError               the driver cannot run what it is given
     │   └── LaunchError                     the driver refused to start a kernel
+    ├── StorageError                        a storage backend cannot be opened, or is misused
+    │   └── BackendInterfaceError (TypeError)  a class lacks what a storage backend must have
     ├── TraceError (ValueError)             a trace of requests that cannot be replayed
+    ├── CacheError                          the cache was used after it was closed, or wrongly
+    │   └── PageStateError                  a page would change its state as it must not
     ├── ConfigError (ValueError)            an environment variable or option has a bad value
     ├── MetricsError (ValueError)           a figure that cannot have been measured, or a name twice
     └── MissingDependencyError (ImportError)  an optional package is not installed
@@ -41,7 +45,9 @@ found, the limit it broke and what to do next.
 from __future__ import annotations
 
 __all__ = [
+    "BackendInterfaceError",
     "BudgetError",
+    "CacheError",
     "CompileError",
     "CompilerVersionError",
     "ConfigError",
@@ -58,6 +64,7 @@ __all__ = [
     "MissingDependencyError",
     "NoDeviceError",
     "PageKeyError",
+    "PageStateError",
     "PinError",
     "PlanError",
     "PoolClosedError",
@@ -67,6 +74,7 @@ __all__ = [
     "RankMismatchError",
     "RankTimeoutError",
     "SlotOwnershipError",
+    "StorageError",
     "TraceError",
     "TransferError",
     "TransferFaultError",
@@ -196,6 +204,28 @@ class LaunchError(DriverError):
 
 class TraceError(KVFerryError, ValueError):
     """A trace that cannot be read, or in which a line is no request; the message has its number."""
+
+
+class StorageError(KVFerryError):
+    """A storage backend cannot be opened, or was called with arguments that do not fit together.
+
+    What happens to a single object (a miss, damage, a full disk) is an `ItemResult`, never this.
+    """
+
+
+class BackendInterfaceError(StorageError, TypeError):
+    """A class cannot serve as a storage backend; the message names what it lacks."""
+
+
+class CacheError(KVFerryError):
+    """The cache was used after it was closed, or in an order that makes no sense."""
+
+
+class PageStateError(CacheError):
+    """A page would change its state in a way that the table of transitions does not have.
+
+    Nothing has changed. It means a defect in kvferry, not in its caller.
+    """
 
 
 class ConfigError(KVFerryError, ValueError):

@@ -17,7 +17,7 @@ import kvferry
 _PACKAGE = Path(kvferry.__file__).parent
 _HEAVY = (
     *("accelerate", "cuda", "gguf", "numpy", "prometheus_client", "rich", "sglang", "torch"),
-    *("transformers", "vllm"),
+    *("transformers", "vllm", "xxhash"),
 )
 
 # Runs in a fresh interpreter. The hook cannot be taken out again, and it must be in before the

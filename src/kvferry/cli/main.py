@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from kvferry import __version__
-from kvferry.cli import calibrate, config, doctor, explain, geometry, replay, selftest
+from kvferry.cli import calibrate, config, doctor, explain, geometry, replay, selftest, storage
 from kvferry.errors import KVFerryError
 
 if TYPE_CHECKING:
@@ -37,7 +37,10 @@ class _Command(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
-_COMMANDS: tuple[_Command, ...] = (geometry, explain, config, replay, selftest, doctor, calibrate)
+_COMMANDS: tuple[_Command, ...] = (
+    *(geometry, explain, config, replay, selftest, doctor, calibrate),
+    storage,
+)
 
 
 class _Parser(argparse.ArgumentParser):

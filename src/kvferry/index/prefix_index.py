@@ -267,6 +267,13 @@ class PrefixIndex:
                 flags[node] ^= STORED
                 self._num_stored += 1 if stored else -1
 
+    def clear_stored(self) -> None:
+        """Nothing is known of storage any more, as when it is another one. Costs O(pages)."""
+        flags = self._nodes.flags
+        stored = [node for node in self._nodes.node_of.values() if flags[node] & STORED]
+        self.set_stored(stored, False)
+        self.forget(stored)
+
     def is_stored(self, node: int) -> bool:
         """Whether storage has the page, as far as is known."""
         self._nodes.check((node,))

@@ -1,6 +1,7 @@
 """What kvferry's own tests are made of, for the tests of others, and the self-test."""
 
 from kvferry.testing.device_memory import GuardedDeviceBuffer
+from kvferry.testing.faulty_backend import Fault, FaultKind, FaultyBackend
 from kvferry.testing.layouts import (
     DeviceLayout,
     num_pool_bytes,
@@ -30,12 +31,22 @@ from kvferry.testing.selftest import (
     run_selftest,
     selftest_cases,
 )
+from kvferry.testing.storage_contract import (
+    STORAGE_CHECKS,
+    BackendFactory,
+    check_storage_backend,
+)
 
 __all__ = [
     "GUARD_BYTES",
     "POISON",
+    "STORAGE_CHECKS",
+    "BackendFactory",
     "DeviceLayout",
     "DeviceMemory",
+    "Fault",
+    "FaultKind",
+    "FaultyBackend",
     "GuardedBuffer",
     "GuardedDeviceBuffer",
     "PathCounts",
@@ -45,6 +56,7 @@ __all__ = [
     "SelfTestFailure",
     "SelfTestReport",
     "assert_bytes_equal",
+    "check_storage_backend",
     "first_difference",
     "memory_at",
     "mix64",

@@ -1,0 +1,356 @@
+"""The cache as engines use it: tiers, transfers and storage put together from a config."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any
+
+from kvferry.cache.explanation import explain
+from kvferry.cache.life import CacheLife
+from kvferry.cache.parts import (
+    backend_options,
+    make_engine,
+    make_pools,
+    resolved_config,
+    tier_options,
+)
+from kvferry.errors import ConfigError
+from kvferry.events import EventLog
+from kvferry.index import Namespace, PrefixIndex, page_keys
+from kvferry.metrics import Metrics, NullMetrics
+from kvferry.tiers import DataPlane, DeviceSlots, TierManager, Verify
+from kvferry.types import SlotKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from kvferry.cache.reports import Explanation
+    from kvferry.config import Config
+    from kvferry.geometry import Geometry, PoolView
+    from kvferry.index import ContentSpan
+    from kvferry.metrics import MetricsSink
+    from kvferry.ranks import Ranks
+    from kvferry.storage import StorageBackend
+    from kvferry.switches import Switches
+    from kvferry.tiers import FetchHandle, LoadHandle, Match, StoreHandle
+
+__all__ = ["KVFerry"]
+
+
+class KVFerry(CacheLife):
+    """A tiered cache between one device pool, host memory and storage.
+
+    Every call but `flush`, `close`, `attach_storage`, `detach_storage` and the `wait` of handles
+    returns at once. One thread uses a cache; it calls `poll` now and then, as in each step of an
+    engine, and every call does so too.
+
+    Args:
+        geometry: The planes.
+        device_pool: Where the engine keeps them.
+        config: All settings; None: from the environment and its file, see `Config.resolve`.
+        namespace: What separates this model's keys from others; None of its fields may lie.
+        storage: A backend, instead of the one in the config. It is closed with the cache.
+        writes_storage: False on all ranks but one of those that have the same bytes, whose
+            namespaces have the same `shard`: they read what that one writes.
+        ranks: Who must agree on prefixes, where several processes serve one model.
+        metrics: Is told of what happens; None: as the config says.
+        events: Takes events; None: a new log as the config says.
+        clock: Seconds that never go back.
+        overrides: Settings by section, which win over `config`:
+            ``host={"num_bytes": "8GiB"}``.
+
+    Raises:
+        ConfigError: A setting is wrong, or the namespace is of another geometry.
+        BudgetError: There is not that much host memory.
+        StorageError: The backend cannot be opened, or does not do what it should.
+        ViewError, NoDeviceError, ...: As `TransferEngine` says.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        device_pool: PoolView,
+        config: Config | None = None,
+        *,
+        namespace: Namespace,
+        storage: StorageBackend | None = None,
+        writes_storage: bool = True,
+        ranks: Ranks | None = None,
+        metrics: MetricsSink | None = None,
+        events: EventLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        **overrides: Mapping[str, Any],
+    ) -> None:
+        if namespace.geometry != geometry.fingerprint:
+            raise ConfigError(
+                f"the namespace is of geometry {namespace.geometry}, and the cache of "
+                f"{geometry.fingerprint}: give Namespace(..., geometry=geometry.fingerprint)"
+            )
+        self.config = config = resolved_config(config, overrides)
+        self.geometry = geometry
+        self.namespace = namespace
+        self.events = EventLog(config.metrics.max_events) if events is None else events
+        self.metrics: MetricsSink
+        if metrics is not None:
+            self.metrics = metrics
+        else:
+            self.metrics = Metrics() if config.metrics.enabled else NullMetrics()
+        verify = Verify(config.integrity.verify)
+        pools = make_pools(geometry, device_pool, config)
+        engines = {
+            kind: make_engine(device_pool, pool, config, verify=verify is Verify.ALWAYS)
+            for kind, pool in pools.items()
+        }
+        data = DataPlane(geometry, engines, pools, verify=verify)
+        self.switches: Switches = config.switches()
+        if storage is not None:
+            self.switches.flip(storage=True)
+        manager = TierManager(
+            geometry,
+            PrefixIndex(policy=config.host.eviction_policy, clock=clock),
+            pools,
+            data,
+            options=tier_options(
+                config,
+                next(iter(pools.values())).num_slots,
+                verify,
+                writes_storage=writes_storage,
+            ),
+            switches=self.switches,
+            ranks=ranks,
+            metrics=self.metrics,
+            events=self.events,
+            clock=clock,
+            pump=self._pump,
+        )
+        super().__init__(manager, data, engines, pools, num_threads=config.storage.workers)
+        if storage is not None:
+            self.attach_storage(storage)
+        elif config.storage.enabled and config.storage.backend is not None:
+            self.attach_storage(config.storage.backend, **backend_options(config))
+
+    # ---------------------------------------------------------------- prompts
+
+    def keys(
+        self,
+        tokens: Any,
+        *,
+        lora: str | None = None,
+        salt: str | None = None,
+        content: Iterable[ContentSpan] = (),
+    ) -> list[bytes]:
+        """The keys of the whole pages of a prompt; see `kvferry.index.page_keys`."""
+        namespace = self._namespace(lora, salt)
+        return page_keys(namespace, tokens, self.geometry.page_size, content=content)
+
+    def match(
+        self,
+        tokens: Any,
+        *,
+        lora: str | None = None,
+        salt: str | None = None,
+        content: Iterable[ContentSpan] = (),
+    ) -> Match:
+        """What of a prompt can be loaded. Its pages are kept until `Match.release`, or 30 s.
+
+        Args:
+            tokens: The prompt, from its first token on.
+            lora: The adapter; None: the namespace's.
+            salt: None: the namespace's.
+            content: Images and the like in the prompt.
+        """
+        self.poll()
+        return self._manager.match(self.keys(tokens, lora=lora, salt=salt, content=content))
+
+    def load(
+        self,
+        found: Match,
+        *,
+        device_slots: Any = None,
+        plane_slots: Mapping[str, Any] | None = None,
+        skip_tokens: int = 0,
+        device_run: int = 1,
+        stream: int | None = None,
+    ) -> LoadHandle:
+        """Load what was found, from token `skip_tokens` on.
+
+        Args:
+            found: From `match`.
+            device_slots: The token slot of each token from `skip_tokens` on; shape ``[tokens]`` or
+                ``[pages, P]``, as in `TransferPlan.build`.
+            plane_slots: Of planes with another number of rows a page, pages from `skip_tokens` on;
+                of state planes one row, where the state is to go.
+            skip_tokens: What the caller has already; whole pages. Nothing below is written.
+            device_run: A promise about device slots that lie on the device.
+            stream: Of the device; None: the caller's current one.
+
+        Returns:
+            A handle that may have accepted nothing; its `reason` says why.
+
+        Raises PlanError where the slots do not fit.
+        """
+        self.poll()
+        state_planes = {span.plane.name for span in self.geometry.spans(SlotKind.STATE)}
+        rows = DeviceSlots(
+            self.geometry,
+            device_slots,
+            plane_slots,
+            first_page=skip_tokens // self.geometry.page_size,
+            device_run=device_run,
+        )
+        handle = self._manager.load(
+            found,
+            rows,
+            skip_tokens=skip_tokens,
+            has_state_slots=state_planes <= set(plane_slots or ()),
+            stream=stream,
+        )
+        self.poll()
+        return handle
+
+    def store(
+        self,
+        tokens: Any,
+        *,
+        device_slots: Any = None,
+        plane_slots: Mapping[str, Any] | None = None,
+        valid_tokens: int | None = None,
+        has_state: bool = False,
+        lora: str | None = None,
+        salt: str | None = None,
+        content: Iterable[ContentSpan] = (),
+        priority: int = 0,
+        device_run: int = 1,
+        stream: int | None = None,
+    ) -> StoreHandle:
+        """Offer what was computed for a prompt; the policy decides what is stored. Never blocks.
+
+        Args:
+            tokens: The prompt, from its first token on.
+            device_slots: The token slot of each of its tokens.
+            plane_slots: Of planes with another number of rows a page; of state planes one row.
+            valid_tokens: How many leading tokens are filled; None: all. Whole pages of these are
+                stored, and nothing behind.
+            has_state: `plane_slots` have the state after `valid_tokens` tokens. It is kept where
+                these are whole pages.
+            lora, salt, content: As for `match`.
+            priority: For the eviction policy of that name.
+            device_run, stream: As for `load`.
+        """
+        return self._offer(
+            tokens, device_slots, plane_slots, valid_tokens, has_state=has_state, lora=lora,
+            salt=salt, content=content, priority=priority, device_run=device_run, stream=stream,
+            evicting=False,
+        )  # fmt: skip
+
+    def evicting(
+        self,
+        tokens: Any,
+        *,
+        device_slots: Any = None,
+        plane_slots: Mapping[str, Any] | None = None,
+        valid_tokens: int | None = None,
+        has_state: bool = False,
+        lora: str | None = None,
+        salt: str | None = None,
+        content: Iterable[ContentSpan] = (),
+        priority: int = 0,
+        device_run: int = 1,
+        stream: int | None = None,
+    ) -> StoreHandle:
+        """`store`, by an engine that is about to give these device slots to others.
+
+        Whatever the policy, what is not on the host is copied there. The slots are the handle's
+        until it is `done`; on a GPU, a stream that did its `wait_all` may write them before. Where
+        the host has no room the pages are lost, and `reason` says so.
+        """
+        return self._offer(
+            tokens, device_slots, plane_slots, valid_tokens, has_state=has_state, lora=lora,
+            salt=salt, content=content, priority=priority, device_run=device_run, stream=stream,
+            evicting=True,
+        )  # fmt: skip
+
+    def _offer(
+        self,
+        tokens: Any,
+        device_slots: Any,
+        plane_slots: Mapping[str, Any] | None,
+        valid_tokens: int | None,
+        *,
+        has_state: bool,
+        lora: str | None,
+        salt: str | None,
+        content: Iterable[ContentSpan],
+        priority: int,
+        device_run: int,
+        stream: int | None,
+        evicting: bool,
+    ) -> StoreHandle:
+        self.poll()
+        size = self.geometry.page_size
+        valid = len(tokens) if valid_tokens is None else valid_tokens
+        keys = self.keys(tokens[:valid], lora=lora, salt=salt, content=content)
+        at_boundary = has_state and bool(keys) and valid == len(keys) * size
+        handle = self._manager.store(
+            keys,
+            DeviceSlots(self.geometry, device_slots, plane_slots, device_run=device_run),
+            evicting=evicting,
+            state_page=len(keys) - 1 if at_boundary else None,
+            priority=priority,
+            stream=stream,
+        )
+        self.poll()
+        return handle
+
+    def prefetch(
+        self,
+        tokens: Any,
+        *,
+        lora: str | None = None,
+        salt: str | None = None,
+        content: Iterable[ContentSpan] = (),
+    ) -> FetchHandle:
+        """Begin to bring what storage has of a prompt to the host.
+
+        Ask `FetchHandle.look` before the request is scheduled; `cancel` when it is aborted.
+        """
+        self.poll()
+        return self._manager.prefetch(self.keys(tokens, lora=lora, salt=salt, content=content))
+
+    def explain(
+        self,
+        tokens: Any,
+        *,
+        lora: str | None = None,
+        salt: str | None = None,
+        content: Iterable[ContentSpan] = (),
+        storage_timeout: float = 0.0,
+    ) -> Explanation:
+        """Why a prompt hits as far as it does. Changes nothing.
+
+        Args:
+            tokens, lora, salt, content: As for `match`.
+            storage_timeout: Ask storage itself, and wait so many seconds for its answer; 0: tell
+                what is known of it.
+        """
+        self.poll()
+        keys = self.keys(tokens, lora=lora, salt=salt, content=content)
+        return explain(
+            self._manager,
+            self._namespace(lora, salt),
+            keys,
+            len(tokens),
+            self.geometry.page_size,
+            storage_timeout,
+        )
+
+    def __repr__(self) -> str:
+        slots = {str(kind): pool.num_slots for kind, pool in self._pools.items()}
+        return f"KVFerry(slots={slots}, storage={self._manager.storage_state})"
+
+    def _namespace(self, lora: str | None, salt: str | None) -> Namespace:
+        changes = {
+            name: value for name, value in (("lora", lora), ("salt", salt)) if value is not None
+        }
+        return dataclasses.replace(self.namespace, **changes) if changes else self.namespace

@@ -1,0 +1,189 @@
+"""A cache that runs: polling, storage that comes and goes, and how everything ends."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Self
+
+from kvferry.cache.reports import CloseReport, FlushReport
+from kvferry.errors import PoolInUseError, StorageError
+from kvferry.storage import open_backend, try_backend
+from kvferry.tiers import LinkState
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import TracebackType
+
+    from kvferry.memory import HostPool
+    from kvferry.storage import StorageBackend
+    from kvferry.switches import Switches
+    from kvferry.tiers import DataPlane, TierManager, TierStats
+    from kvferry.transfer import TransferEngine
+    from kvferry.types import SlotKind
+
+__all__ = ["CacheLife"]
+
+# Long enough that waiting costs nothing, short enough that deadlines of others are seen.
+_LONGEST_WAIT_SECS = 0.05
+
+
+class CacheLife:
+    """Both planes of a cache in one process, without prompts: see `KVFerry`."""
+
+    switches: Switches
+    """What the cache does at all; may be flipped at any time."""
+
+    def __init__(
+        self,
+        manager: TierManager,
+        data: DataPlane,
+        engines: Mapping[SlotKind, TransferEngine],
+        pools: Mapping[SlotKind, HostPool],
+        *,
+        num_threads: int,
+    ) -> None:
+        self._manager = manager
+        self._data = data
+        self._engines = engines
+        self._pools = pools
+        self._num_threads = num_threads
+
+    # ---------------------------------------------------------------- running
+
+    def poll(self) -> int:
+        """Take note of what has ended; how much. Never blocks."""
+        return self._manager.poll()
+
+    def wait(self, timeout: float) -> int:
+        """`poll`, but block up to `timeout` seconds until there is something to take note of."""
+        taken = self.poll()
+        if not taken and self._data.wait(timeout):
+            taken = self.poll()
+        return taken
+
+    def _pump(self, timeout: float) -> None:
+        self.wait(min(timeout, _LONGEST_WAIT_SECS))
+
+    def stats(self) -> TierStats:
+        """What is where, and what is in flight."""
+        return self._manager.stats()
+
+    def check_integrity(self) -> None:
+        """Prove that all books agree; raises the first difference. Costs O(pages)."""
+        self._manager.check_integrity()
+
+    # ---------------------------------------------------------------- storage
+
+    def attach_storage(
+        self, backend: StorageBackend | str, *, probe: bool = True, **options: Any
+    ) -> None:
+        """Use a storage backend from now on; requests may run.
+
+        Args:
+            backend: One that is open, closed with the cache; or what `open_backend` takes.
+            probe: Write, read and delete a small object first.
+            options: For `open_backend`.
+
+        Raises:
+            CacheError: One is attached already.
+            StorageError: It cannot be opened, or the probe failed.
+        """
+        generation = self._manager.new_generation()
+        opened = open_backend(backend, **options) if isinstance(backend, str) else backend
+        if probe:
+            result = try_backend(opened)
+            if not result.ok:
+                if isinstance(backend, str):
+                    opened.close()
+                raise StorageError(
+                    f"storage does not do what it should: {result.reason}; see to it, or attach "
+                    f"another backend (probe=False goes without this test)"
+                )
+        self._data.attach_storage(generation, opened, num_threads=self._num_threads)
+        self.switches.flip(storage=True)
+        self.poll()
+
+    def detach_storage(self, timeout: float = 10.0, *, force: bool = False) -> bool:
+        """Stop using storage, and wait for what is in flight; requests may run.
+
+        Args:
+            timeout: Seconds; what was not over by then goes on, and may be waited for again.
+            force: After that time, give it up: True in any case. Slots that a read still writes to
+                stay parked until it returns; its backend is closed then.
+
+        Returns:
+            Whether storage is gone.
+        """
+        deadline = time.monotonic() + timeout
+        while not self._manager.detach_storage():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return self._manager.detach_storage(force=True) if force else False
+            self._pump(left)
+        return True
+
+    def flush(self, timeout: float = 60.0) -> FlushReport:
+        """Write every page of the host that storage lacks, and wait for it.
+
+        The report says whether storage has whole chains afterwards: pages that never left the
+        device are not on the host, and cannot be written.
+        """
+        deadline = time.monotonic() + timeout
+        num_left = self._manager.offer_all()
+        while num_left and (left := deadline - time.monotonic()) > 0:
+            if self._manager.storage_state is not LinkState.ATTACHED:
+                break
+            self._pump(left)
+            num_left = self._manager.offer_all()
+        unstored, holes = self._manager.backup_gaps()
+        return FlushReport(
+            complete=not (num_left or unstored or holes),
+            num_left=num_left,
+            num_unstored=unstored,
+            num_holes=holes,
+        )
+
+    # ---------------------------------------------------------------- ends
+
+    def reset(self) -> None:
+        """Forget every page of the host. Storage keeps what it has."""
+        self.poll()
+        self._manager.reset()
+
+    def close(self, timeout: float = 30.0) -> CloseReport:
+        """End everything, and give memory back; again does nothing.
+
+        Args:
+            timeout: Seconds to wait for what is in flight. Memory that is still written to after
+                that is kept, and told.
+        """
+        deadline = time.monotonic() + timeout
+        self._manager.close()
+        self._manager.detach_storage()
+        while self._manager.num_jobs and (left := deadline - time.monotonic()) > 0:
+            self._pump(left)
+        ended = self._data.close(max(0.0, deadline - time.monotonic()))
+        self.poll()
+        jobs, parked = self._manager.num_jobs, self._manager.stats().num_parked
+        clean = ended and not jobs
+        if clean:
+            self._manager.reset()
+            for engine in self._engines.values():
+                engine.close()
+            for pool in self._pools.values():
+                try:
+                    pool.close()
+                except PoolInUseError:
+                    clean = False
+        return CloseReport(clean=clean, jobs=jobs, parked_slots=parked)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,125 @@
+"""The parts of a cache, made as a config says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvferry.config import Config
+from kvferry.memory import HostPool, HugePages, split_budget
+from kvferry.tiers import PrefetchPolicy, StorePolicy, TierOptions, Verify
+from kvferry.transfer import TransferEngine
+from kvferry.types import SlotKind
+
+if TYPE_CHECKING:
+    from kvferry.geometry import Geometry, PoolView
+
+__all__ = ["backend_options", "make_engine", "make_pools", "resolved_config", "tier_options"]
+
+
+_HUGE_PAGES: Mapping[str, HugePages] = {"off": "never", "auto": "auto", "required": "always"}
+
+
+def resolved_config(config: Config | None, overrides: Mapping[str, Mapping[str, Any]]) -> Config:
+    """`config` with some settings changed; None: as the environment and its file have it."""
+    if config is None:
+        return Config.resolve(None, None, **overrides).config
+    if not overrides:
+        return config
+    told = config.to_dict()
+    for section, values in overrides.items():
+        told[section] = {**told.get(section, {}), **values}
+    return Config.resolve(None, {}, **told).config
+
+
+def backend_options(config: Config) -> dict[str, Any]:
+    """What the config's backend is opened with."""
+    storage = config.storage
+    options: dict[str, Any] = dict(storage.options)
+    if storage.path is not None:
+        options["path"] = storage.path
+    if storage.capacity_bytes is not None:
+        options["capacity_bytes"] = storage.capacity_bytes
+    return options
+
+
+def make_pools(
+    geometry: Geometry, device_pool: PoolView, config: Config
+) -> dict[SlotKind, HostPool]:
+    """All pools together take no more than the configured size."""
+    host = config.host
+    has_both = all(geometry.spans(kind) for kind in SlotKind)
+    sizes = split_budget(
+        geometry,
+        num_bytes=host.num_bytes,
+        device_bytes=device_pool_bytes(device_pool) if host.num_bytes is None else None,
+        ratio=host.device_ratio,
+        state_fraction=host.state_fraction if has_both else None,
+        reserve_bytes=host.reserve_bytes,
+        locked=host.locked,
+        huge_pages=_HUGE_PAGES[host.huge_pages],
+    )
+    return {
+        kind: HostPool(
+            geometry,
+            num_slots=sizes.slots(kind),
+            kind=kind,
+            locked=host.locked,
+            huge_pages=_HUGE_PAGES[host.huge_pages],
+            reserve_bytes=host.reserve_bytes,
+        )
+        for kind in SlotKind
+        if geometry.spans(kind)
+    }
+
+
+def device_pool_bytes(pool: PoolView) -> int:
+    """The bytes of KV that a device pool holds."""
+    return sum(
+        view.num_rows * view.element_size for views in pool.layers.values() for view in views
+    )
+
+
+def make_engine(
+    device_pool: PoolView, pool: HostPool, config: Config, *, verify: bool
+) -> TransferEngine:
+    """The engine between the device pool and one of the host pools."""
+    if device_pool.device.partition(":")[0] == "cpu":
+        return TransferEngine(device_pool, pool, verify=verify)
+    mover = config.transfer.mover
+    return TransferEngine(
+        device_pool,
+        pool,
+        verify=verify,
+        mover=None if mover == "auto" else mover,
+        staging_bytes=config.transfer.staging_bytes,
+    )
+
+
+def tier_options(
+    config: Config, num_slots: int, verify: Verify, *, writes_storage: bool
+) -> TierOptions:
+    """The config as the tier manager takes it; `num_slots` of the host tier."""
+    prefetch, storage = config.prefetch, config.storage
+    budget = prefetch.budget_pages
+    if budget is None:
+        budget = max(1, int(num_slots * prefetch.budget_fraction))
+    return TierOptions(
+        store_policy=StorePolicy(config.store.policy),
+        selective_hits=config.store.selective_hits,
+        max_queue_pages=config.store.max_queue_pages,
+        writes_storage=writes_storage,
+        load_threshold_tokens=config.load.threshold_tokens,
+        prefetch=prefetch.enabled,
+        prefetch_policy=PrefetchPolicy(prefetch.policy),
+        prefetch_threshold_tokens=prefetch.threshold_tokens,
+        timeout_base_secs=prefetch.timeout_base_secs,
+        timeout_secs_per_1024_tokens=prefetch.timeout_secs_per_1024_tokens,
+        prefetch_max_secs=prefetch.max_secs,
+        prefetch_budget_pages=budget,
+        batch_pages=storage.batch_pages,
+        max_batches=2 * storage.workers,
+        breaker_failures=storage.breaker_failures,
+        breaker_secs=storage.breaker_secs,
+        verify=verify,
+    )

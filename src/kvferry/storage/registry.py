@@ -1,0 +1,105 @@
+"""Backends by name: kvferry's own, and any class that can be imported."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+from kvferry.errors import BackendInterfaceError, ConfigError, StorageError
+from kvferry.storage.base import INTERFACE_VERSION, Buffers, ItemResult, ItemStatus, StorageBackend
+from kvferry.storage.raw_memory import AlignedBlock
+
+__all__ = ["BACKENDS", "open_backend", "try_backend"]
+
+BACKENDS = {
+    "file": "kvferry.storage.file:FileBackend",
+    "memory": "kvferry.storage.memory:MemoryBackend",
+}
+"""kvferry's own backends and their classes."""
+
+_METHODS = ("contains", "read_into", "write_from", "delete", "quarantine", "stats", "close")
+_PROBE_BYTES = 2 * 4096
+
+
+def open_backend(name: str, **options: Any) -> StorageBackend:
+    """Open the backend called `name`, or the class that ``package.module:Class`` names.
+
+    Args:
+        name: ``memory``, ``file``, or where a class is to be imported from.
+        options: What the class takes; for kvferry's own see `MemoryBackend` and `FileBackend`.
+
+    Raises:
+        ConfigError: There is no such backend, or it does not take these options.
+        BackendInterfaceError: The class is no storage backend; the message says what is missing.
+        StorageError: The backend cannot be opened.
+    """
+    cls = _class_of(name)
+    missing = [method for method in _METHODS if not callable(getattr(cls, method, None))]
+    missing += [method for method in sorted(getattr(cls, "__abstractmethods__", ()))
+                if method not in missing]  # fmt: skip
+    if missing:
+        raise BackendInterfaceError(
+            f"{name!r} lacks {', '.join(missing)}; a subclass of kvferry.storage.StorageBackend "
+            f"needs all but quarantine, and another class that too"
+        )
+    version = getattr(cls, "interface_version", None)
+    if version != INTERFACE_VERSION:
+        raise BackendInterfaceError(
+            f"{name!r} has interface_version {version!r}, and this kvferry {INTERFACE_VERSION}: "
+            f"install versions of the two that go together"
+        )
+    try:
+        inspect.signature(cls).bind(**options)
+    except TypeError as bad:
+        raise ConfigError(
+            f"{name!r} does not take these options ({bad}); it takes {inspect.signature(cls)}"
+        ) from bad
+    backend: StorageBackend = cls(**options)
+    return backend
+
+
+def try_backend(backend: StorageBackend) -> ItemResult:
+    """Write, read back and remove one small object: does the backend do what it should here?
+
+    Returns:
+        The first result that is not as it should be, with the step in its reason, else OK.
+    """
+    key = b"kvferry probe " + os.urandom(16)
+    wrote, read = AlignedBlock(_PROBE_BYTES), AlignedBlock(_PROBE_BYTES)
+    wrote.view[:] = os.urandom(_PROBE_BYTES)
+    written: Buffers = [(wrote.address, _PROBE_BYTES)]
+    steps: dict[str, Callable[[], list[ItemResult]]] = {
+        "write": lambda: backend.write_from([key], [written]),
+        "read": lambda: backend.read_into([key], [[(read.address, _PROBE_BYTES)]]),
+        "delete": lambda: backend.delete([key]),
+    }
+    for step, call in steps.items():
+        (result,) = call()
+        if not result.ok:
+            reason = f"the {step} of a probe: {result.status.value} {result.reason}".rstrip()
+            return result._replace(reason=reason)
+        if step == "read" and read.view != wrote.view:
+            backend.delete([key])
+            return ItemResult(ItemStatus.CORRUPT, reason="a probe came back with other bytes")
+    return ItemResult(ItemStatus.OK, _PROBE_BYTES)
+
+
+def _class_of(name: str) -> Any:
+    where = BACKENDS.get(name, name)
+    module_name, colon, class_name = where.partition(":")
+    if not (colon and module_name and class_name):
+        raise ConfigError(
+            f"there is no storage backend {name!r}: give {', '.join(sorted(BACKENDS))}, or "
+            f"package.module:Class"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as bad:
+        raise StorageError(f"the storage backend {name!r} cannot be imported: {bad}") from bad
+    found = getattr(module, class_name, None)
+    if not isinstance(found, type):
+        raise StorageError(f"{module_name} has no class {class_name}; look at its spelling")
+    return found

@@ -1,0 +1,91 @@
+"""The tiers: what is where, what moves when, who carries it: `TierManager` and `DataPlane`."""
+
+from __future__ import annotations
+
+from kvferry.tiers.breaker import Breaker, BreakerState
+from kvferry.tiers.commands import (
+    Checked,
+    CheckPages,
+    Command,
+    Completion,
+    DetachStorage,
+    Found,
+    Moved,
+    MovePages,
+    ProbeStorage,
+    Quarantine,
+    ReadPages,
+    StorageAttached,
+    StorageDetached,
+    StorageDone,
+    WorkerFault,
+    WritePages,
+)
+from kvferry.tiers.data_plane import DataPlane, RunningTransfer
+from kvferry.tiers.fetch import FetchHandle
+from kvferry.tiers.handles import EvictHandle, FetchResult, LoadHandle, Match, StoreHandle
+from kvferry.tiers.host_tier import HostTier, SlotPool
+from kvferry.tiers.link import LinkState
+from kvferry.tiers.manager import TierManager
+from kvferry.tiers.policy import (
+    PrefetchPolicy,
+    Reason,
+    StorePolicy,
+    TierOptions,
+    Verify,
+)
+from kvferry.tiers.restore import RestoreRule
+from kvferry.tiers.rows import DeviceSlots
+from kvferry.tiers.split import CommandQueue
+from kvferry.tiers.state import TRANSITIONS, Actor, PageState, SlotLedger
+from kvferry.tiers.stats import TierStats
+from kvferry.tiers.storage_desk import ProbeHandle
+from kvferry.tiers.storage_workers import storage_key
+
+__all__ = [
+    "TRANSITIONS",
+    "Actor",
+    "Breaker",
+    "BreakerState",
+    "CheckPages",
+    "Checked",
+    "Command",
+    "CommandQueue",
+    "Completion",
+    "DataPlane",
+    "DetachStorage",
+    "DeviceSlots",
+    "EvictHandle",
+    "FetchHandle",
+    "FetchResult",
+    "Found",
+    "HostTier",
+    "LinkState",
+    "LoadHandle",
+    "Match",
+    "MovePages",
+    "Moved",
+    "PageState",
+    "PrefetchPolicy",
+    "ProbeHandle",
+    "ProbeStorage",
+    "Quarantine",
+    "ReadPages",
+    "Reason",
+    "RestoreRule",
+    "RunningTransfer",
+    "SlotLedger",
+    "SlotPool",
+    "StorageAttached",
+    "StorageDetached",
+    "StorageDone",
+    "StoreHandle",
+    "StorePolicy",
+    "TierManager",
+    "TierOptions",
+    "TierStats",
+    "Verify",
+    "WorkerFault",
+    "WritePages",
+    "storage_key",
+]

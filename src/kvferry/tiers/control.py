@@ -1,0 +1,173 @@
+"""What the parts of the control plane share: books, options, and who is told of what happens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvferry.events import (
+    PagesEvicted,
+    PagesLoaded,
+    PagesQuarantined,
+    PagesStored,
+    chains_of,
+)
+from kvferry.types import SlotKind, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from kvferry.events import EventLog
+    from kvferry.geometry import Geometry
+    from kvferry.index import PrefixIndex
+    from kvferry.metrics import MetricsSink
+    from kvferry.switches import Switches
+    from kvferry.tiers.handles import Pump
+    from kvferry.tiers.host_tier import HostTier
+    from kvferry.tiers.jobs import Jobs
+    from kvferry.tiers.link import StorageLink
+    from kvferry.tiers.policy import TierOptions
+    from kvferry.tiers.restore import RestoreRule
+
+__all__ = ["Control"]
+
+_NO_NODE = -1
+
+
+class Control:
+    """The shared state of one control plane. Belongs to one thread."""
+
+    def __init__(
+        self,
+        *,
+        geometry: Geometry,
+        rule: RestoreRule,
+        index: PrefixIndex,
+        tiers: Mapping[SlotKind, HostTier],
+        options: TierOptions,
+        switches: Switches,
+        jobs: Jobs,
+        link: StorageLink,
+        metrics: MetricsSink,
+        events: EventLog,
+        clock: Callable[[], float],
+        pump: Pump,
+    ) -> None:
+        self.geometry = geometry
+        self.rule = rule
+        self.index = index
+        self.tiers = tiers
+        self.options = options
+        self.switches = switches
+        self.jobs = jobs
+        self.link = link
+        self.metrics = metrics
+        self.events = events
+        self.clock = clock
+        self.pump = pump
+        self.life = 0
+        """Goes up with every reset."""
+
+        self.num_writing = 0
+        """Pages and checkpoints that are being written to storage: room may come when they are."""
+
+        self.closed = False
+
+    @property
+    def kinds(self) -> tuple[SlotKind, ...]:
+        """The kinds of slots that the geometry has."""
+        return tuple(self.tiers)
+
+    @property
+    def page_size(self) -> int:
+        """P, in tokens."""
+        return self.geometry.page_size
+
+    # ---------------------------------------------------------------- nodes
+
+    def readable_pages(self, nodes: Sequence[int]) -> list[bool]:
+        """Whether each of `nodes` is on the host as a page; all, where there are no pages."""
+        tier = self.tiers.get(SlotKind.PAGE)
+        if tier is None:
+            return [True] * len(nodes)
+        return [tier.is_readable(node) for node in nodes]
+
+    def readable_states(self, nodes: Sequence[int]) -> list[bool]:
+        """Whether each of `nodes` has a checkpoint on the host; empty where there are none."""
+        tier = self.tiers.get(SlotKind.STATE)
+        if tier is None:
+            return []
+        return [tier.is_readable(node) for node in nodes]
+
+    def usable_on_host(self, nodes: Sequence[int]) -> int:
+        """How many leading pages can be loaded."""
+        if self.rule.is_monotone:
+            return self.first_suspect(nodes, self.index.host_prefix(nodes))
+        return self.rule.usable_pages(self.readable_pages(nodes), self.readable_states(nodes))
+
+    def first_suspect(self, nodes: Sequence[int], limit: int) -> int:
+        """How many of the first `limit` pages come before one whose bytes are in doubt."""
+        suspects = self.tiers[SlotKind.PAGE].suspects
+        if not suspects:  # nearly always: no walk over all pages then
+            return limit
+        return next((page for page in range(limit) if nodes[page] in suspects), limit)
+
+    def chain_nodes(self, keys: Sequence[bytes]) -> list[int]:
+        """The nodes of the longest known prefix of `keys`."""
+        return self.index.match(keys).nodes
+
+    # ---------------------------------------------------------------- telling
+
+    def _pages(self, nodes: Iterable[int]) -> list[tuple[bytes, bytes | None]]:
+        pages = []
+        for node in nodes:
+            parent = self.index.parent_of(node)
+            parent_key = None if parent == _NO_NODE else self.index.key_of(parent)
+            pages.append((self.index.key_of(node), parent_key))
+        return pages
+
+    def tell_stored(self, tier: Tier, kind: SlotKind, nodes: Sequence[int]) -> None:
+        """`nodes` are in `tier` now."""
+        if not nodes:
+            return
+        self.metrics.stored(tier, len(nodes), len(nodes) * self.geometry.slot_bytes(kind))
+        if kind is SlotKind.PAGE and self.events.active:
+            for chain in chains_of(self._pages(nodes)):
+                self.events.record(
+                    PagesStored(keys=chain.keys, parent_key=chain.parent_key, tier=tier)
+                )
+
+    def tell_loaded(self, tier: Tier, nodes: Sequence[int]) -> None:
+        """`nodes` were brought up from `tier`."""
+        if nodes and self.events.active:
+            for chain in chains_of(self._pages(nodes)):
+                self.events.record(
+                    PagesLoaded(keys=chain.keys, parent_key=chain.parent_key, tier=tier)
+                )
+
+    def tell_evicted(self, tier: Tier, nodes: Sequence[int], reason: str = "capacity") -> None:
+        """`nodes` are in `tier` no more."""
+        if not nodes:
+            return
+        self.metrics.evicted(tier, len(nodes))
+        if self.events.active:
+            for chain in chains_of(self._pages(nodes)):
+                self.events.record(
+                    PagesEvicted(
+                        keys=chain.keys, parent_key=chain.parent_key, tier=tier, reason=reason
+                    )
+                )
+
+    def tell_quarantined(
+        self, tier: Tier, kind: SlotKind, nodes: Sequence[int], reason: str
+    ) -> None:
+        """`nodes` had wrong bytes in `tier`."""
+        if not nodes:
+            return
+        self.metrics.quarantined(tier, len(nodes))
+        if kind is SlotKind.PAGE and self.events.active:
+            for chain in chains_of(self._pages(nodes)):
+                self.events.record(
+                    PagesQuarantined(
+                        keys=chain.keys, parent_key=chain.parent_key, tier=tier, reason=reason
+                    )
+                )

@@ -1,0 +1,400 @@
+"""The control plane: index, page bookkeeping, policies. One thread, no I/O, and it never waits."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvferry.errors import CacheError
+from kvferry.events import EventLog
+from kvferry.metrics import NullMetrics
+from kvferry.switches import Switches
+from kvferry.tiers.agreement import Agreement
+from kvferry.tiers.backup import Backup
+from kvferry.tiers.commands import (
+    Command,
+    Completion,
+    StorageAttached,
+    StorageDetached,
+    WorkerFault,
+)
+from kvferry.tiers.control import Control
+from kvferry.tiers.handles import EvictHandle, LoadHandle, Match, StoreHandle
+from kvferry.tiers.host_tier import HostTier
+from kvferry.tiers.jobs import Jobs
+from kvferry.tiers.link import LinkState, StorageLink
+from kvferry.tiers.loads import Loads
+from kvferry.tiers.policy import Reason, TierOptions
+from kvferry.tiers.prefetch import Prefetch
+from kvferry.tiers.restore import RestoreRule, leading, longest
+from kvferry.tiers.state import Actor, PageState
+from kvferry.tiers.stats import LookUp, TierStats, backup_gaps
+from kvferry.tiers.storage_desk import StorageDesk
+from kvferry.tiers.stores import Stores
+from kvferry.types import SlotKind, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from kvferry.geometry import Geometry
+    from kvferry.index import Lease, PrefixIndex
+    from kvferry.metrics import MetricsSink
+    from kvferry.ranks import Ranks
+    from kvferry.tiers.fetch import FetchHandle
+    from kvferry.tiers.handles import Pump
+    from kvferry.tiers.host_tier import SlotPool
+    from kvferry.tiers.rows import DeviceSlots
+    from kvferry.tiers.storage_desk import ProbeHandle
+
+__all__ = ["DataLink", "TierManager"]
+
+
+class DataLink(Protocol):
+    """Where commands go and completions come from: a `DataPlane`, or a `CommandQueue` to one."""
+
+    def submit(self, command: Command) -> Any: ...
+
+    def poll(self) -> list[Completion]: ...
+
+
+class TierManager:
+    """Knows what is where, decides what moves, and keeps account of what is in flight.
+
+    Every call returns at once. What it starts goes to the data plane as commands; `poll` takes the
+    answers. Belongs to one thread.
+
+    Args:
+        geometry: The planes.
+        index: What is known of prompts. Nobody else may change it.
+        pools: Host slots by kind, all free.
+        data: The data plane, or the way to it.
+        options: Policies and limits.
+        switches: What is on; may be changed at any time.
+        ranks: Who must agree on prefixes; None: nobody.
+        metrics: Is told of what happens.
+        events: Takes events for routers.
+        clock: Seconds that never go back.
+        pump: Lets a handle's `wait` pass time; by default it only polls.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        index: PrefixIndex,
+        pools: Mapping[SlotKind, SlotPool],
+        data: DataLink,
+        *,
+        options: TierOptions | None = None,
+        switches: Switches | None = None,
+        ranks: Ranks | None = None,
+        metrics: MetricsSink | None = None,
+        events: EventLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        pump: Pump | None = None,
+    ) -> None:
+        self._data = data
+        options = options or TierOptions()
+        switches = switches or Switches()
+        tiers = {
+            kind: HostTier(
+                kind,
+                pool,
+                index,
+                evicted=functools.partial(self._evicted, kind),
+                keep=functools.partial(self._last_chance, kind),
+            )
+            for kind, pool in pools.items()
+        }
+        self._control = Control(
+            geometry=geometry,
+            rule=RestoreRule(geometry),
+            index=index,
+            tiers=tiers,
+            options=options,
+            switches=switches,
+            jobs=Jobs(data.submit),
+            link=StorageLink(options, switches, clock=clock),
+            metrics=metrics if metrics is not None else NullMetrics(),
+            events=events if events is not None else EventLog(0),
+            clock=clock,
+            pump=pump if pump is not None else self._only_poll,
+        )
+        self._agreement = Agreement(ranks, options.agree_timeout_secs)
+        self._backup = Backup(self._control)
+        self._stores = Stores(self._control, self._backup)
+        self._prefetch = Prefetch(self._control)
+        self._storage = StorageDesk(self._control, self._backup, self._prefetch)
+        self._loads = Loads(self._control, self._storage.quarantine)
+        self._num_faults = 0
+
+    @property
+    def switches(self) -> Switches:
+        """What is on."""
+        return self._control.switches
+
+    @property
+    def options(self) -> TierOptions:
+        """Policies and limits."""
+        return self._control.options
+
+    @property
+    def storage_state(self) -> LinkState:
+        """Whether storage is attached."""
+        return self._control.link.state
+
+    @property
+    def storage_generation(self) -> int:
+        """The number of the attachment that is, or was last, there."""
+        return self._control.link.generation
+
+    def _only_poll(self, timeout: float) -> None:  # noqa: ARG002
+        self.poll()
+
+    # ---------------------------------------------------------------- what engines call
+
+    def match(self, keys: Sequence[bytes]) -> Match:
+        """What is cached of a prompt, given the keys of all its whole pages.
+
+        With several ranks it is what all of them have: one agreement a call, whatever is found.
+        """
+        self._check_open()
+        control = self._control
+        known = control.index.match(keys)
+        nodes = known.nodes
+        if control.rule.is_monotone:
+            here = control.first_suspect(nodes, known.num_on_host)
+            agreed = self._agreement.count(here)
+        else:
+            pages, states = control.readable_pages(nodes), control.readable_states(nodes)
+            usable = control.rule.usable_prefixes(pages, states)
+            here = longest(usable)
+            agreed = self._agreement.prefix(usable, len(keys))
+        stored = max(here, known.num_held)
+        size = control.page_size
+        reason = Reason.NONE if agreed == len(keys) else Reason.NOTHING_FOUND
+        by_tier = {Tier.HOST: here * size, Tier.STORAGE: (stored - here) * size}
+        control.metrics.matched(by_tier, (len(keys) - stored) * size)
+        lease = None
+        if agreed:
+            lease = control.index.lease(nodes[:agreed], seconds=control.options.lease_secs)
+        return Match(
+            manager=self,
+            keys=keys,
+            num_tokens=agreed * size,
+            tokens_by_tier=by_tier,
+            reason=reason,
+            life=control.life,
+            lease=lease,
+        )
+
+    def release(self, lease: Lease) -> bool:
+        """Give a match's lease back; False if it had ended."""
+        return self._control.index.release(lease)
+
+    def load(
+        self,
+        found: Match,
+        rows: DeviceSlots,
+        *,
+        skip_tokens: int = 0,
+        has_state_slots: bool = False,
+        stream: int | None = None,
+    ) -> LoadHandle:
+        """Load what was found, from `skip_tokens` on. Nothing below that is written."""
+        self._check_open()
+        handle = LoadHandle(self._control.pump, skip_tokens=skip_tokens)
+        handle.manager = self
+        if found.life != self._control.life:
+            handle.done, handle.reason, handle.usable = True, Reason.STALE_MATCH, skip_tokens
+            return handle
+        return self._loads.load(
+            found.keys,
+            rows,
+            handle,
+            limit=found.num_tokens // self._control.page_size,
+            has_state_slots=has_state_slots,
+            stream=stream,
+        )
+
+    def store(
+        self,
+        keys: Sequence[bytes],
+        rows: DeviceSlots,
+        *,
+        evicting: bool = False,
+        state_page: int | None = None,
+        priority: int = 0,
+        stream: int | None = None,
+    ) -> StoreHandle:
+        """Offer filled pages of a prompt, from its first on, as `Stores.store` says."""
+        self._check_open()
+        make = EvictHandle if evicting else StoreHandle
+        return self._stores.store(
+            keys,
+            rows,
+            make(self._control.pump, num_pages=len(keys)),
+            evicting=evicting,
+            state_page=state_page,
+            priority=priority,
+            stream=stream,
+        )
+
+    def prefetch(self, keys: Sequence[bytes], *, forced: bool = False) -> FetchHandle:
+        """Begin to bring what storage has of a prompt to the host. `forced`: however little."""
+        self._check_open()
+        return self._prefetch.start(keys, forced=forced)
+
+    def poll(self) -> int:
+        """Take the data plane's answers, and do what follows; how many there were. Never blocks."""
+        completions = self._data.poll()
+        for completion in completions:
+            self._take(completion)
+        control = self._control
+        control.index.expire()
+        control.jobs.call_late(control.clock())
+        self._prefetch.tick(changed=bool(completions))
+        self._backup.dispatch()
+        if control.metrics.enabled:
+            for tier in control.tiers.values():
+                if tier.kind is SlotKind.PAGE:
+                    control.metrics.occupancy(Tier.HOST, tier.num_in_use, tier.num_slots)
+            control.metrics.queue("jobs", len(control.jobs))
+        control.events.dispatch()
+        return len(completions)
+
+    def agree_tokens(self, tokens: int, timeout: float | None = None) -> int:
+        """The smallest of all ranks' numbers of tokens."""
+        return self._agreement.count(tokens, timeout)
+
+    # ---------------------------------------------------------------- storage
+
+    def new_generation(self) -> int:
+        """A number for the next attachment. CacheError while another one is there."""
+        self._check_open()
+        return self._storage.new_generation()
+
+    def detach_storage(self, *, force: bool = False) -> bool:
+        """Use storage no more; True if it is gone already. See `StorageDesk.detach`."""
+        return self._storage.detach(force=force)
+
+    def probe(self, keys: Sequence[bytes]) -> ProbeHandle:
+        """Ask storage which of these pages it has."""
+        self._check_open()
+        return self._storage.probe(keys)
+
+    # ---------------------------------------------------------------- ends
+
+    def reset(self) -> None:
+        """Forget every page. What is in flight ends by itself, and its results are thrown away."""
+        control = self._control
+        control.life += 1
+        self._prefetch.stop_all(Reason.RESET)
+        self._backup.clear()
+        for job in control.jobs:
+            job.abort()
+        for tier in control.tiers.values():
+            if tier.kind is SlotKind.PAGE:
+                control.tell_evicted(Tier.HOST, tier.resident_nodes(), "reset")
+            tier.wipe()
+        control.index.reset()
+        self._stores.forget_hits()
+
+    def offer_all(self) -> int:
+        """Queue every page of the host that storage lacks; how many wait or are being written."""
+        control = self._control
+        for tier in control.tiers.values():
+            self._backup.offer(tier.resident_nodes())
+        return self._backup.depth + self._backup.num_writing
+
+    def backup_gaps(self) -> tuple[int, int]:
+        """Pages of the host that storage lacks, and those it has without all before them."""
+        return backup_gaps(self._control)
+
+    def look_up(self, keys: Sequence[bytes]) -> LookUp:
+        """What is known of a prompt; changes nothing, and asks no rank."""
+        control = self._control
+        nodes = control.chain_nodes(keys)
+        pages = control.readable_pages(nodes)
+        stored = [control.index.is_stored(node) for node in nodes]
+        return LookUp(
+            usable=control.usable_on_host(nodes),
+            present=leading(pages),
+            stored_hint=leading(stored),
+            first_unknown=len(nodes),
+        )
+
+    def storage_refusal(self) -> Reason:
+        """Why storage cannot be used just now; NONE if it can."""
+        return self._control.link.refusal()
+
+    def close(self) -> None:
+        """Take no more calls but `poll`, `stats` and `detach_storage`."""
+        if not self._control.closed:
+            self._prefetch.stop_all(Reason.CLOSED)
+            self._backup.clear()
+            self._control.closed = True
+
+    @property
+    def num_jobs(self) -> int:
+        """Commands without an answer."""
+        return len(self._control.jobs)
+
+    def stats(self) -> TierStats:
+        """What is where, and what is in flight."""
+        control = self._control
+        return TierStats(
+            slots={
+                kind: {state: tier.ledger.count(state) for state in PageState}
+                for kind, tier in control.tiers.items()
+            },
+            readers=sum(tier.ledger.num_readers for tier in control.tiers.values()),
+            jobs=len(control.jobs),
+            waiting_for_storage=self._backup.depth,
+            writing_to_storage=self._backup.num_writing,
+            prefetches=self._prefetch.num_open,
+            late_storage_jobs=control.link.num_late,
+            worker_faults=self._num_faults,
+            storage=control.link.state,
+            breaker=control.link.breaker.state,
+            transient_pages=self._loads.num_transient,
+        )
+
+    def check_integrity(self) -> None:
+        """Prove that index, ledger and pools agree; raises the first difference."""
+        for tier in self._control.tiers.values():
+            tier.check_integrity()
+        self._control.index.check_integrity()
+
+    # ---------------------------------------------------------------- inside
+
+    def _check_open(self) -> None:
+        if self._control.closed:
+            raise CacheError("the cache is closed: make a new one")
+
+    def _take(self, completion: Completion) -> None:
+        control = self._control
+        if isinstance(completion, WorkerFault):
+            self._num_faults += 1
+            control.metrics.worker_fault(completion.kind)
+        elif isinstance(completion, StorageAttached):
+            self._storage.attached(completion.generation)
+        elif isinstance(completion, StorageDetached):
+            if completion.job >= 0:
+                control.jobs.finish(completion.job, completion)
+            self._storage.gone(completion.generation)
+        else:
+            control.jobs.finish(completion.job, completion)
+
+    def _last_chance(self, kind: SlotKind, node: int) -> bool:
+        return self._backup.last_chance(kind, node)
+
+    def _evicted(self, kind: SlotKind, node: int) -> None:
+        """A page or checkpoint was given up for room."""
+        control = self._control
+        if kind is SlotKind.PAGE:
+            states = control.tiers.get(SlotKind.STATE)
+            if states is not None and states.slot_of(node) >= 0:
+                states.drop(node, Actor.EVICTION)
+            control.tell_evicted(Tier.HOST, [node])
+        control.index.forget([node])

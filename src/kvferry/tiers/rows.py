@@ -1,0 +1,86 @@
+"""Device slots of some pages out of those of a prompt, wherever the indices are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvferry.errors import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvferry.geometry import Geometry
+
+__all__ = ["DeviceSlots"]
+
+
+class DeviceSlots:
+    """Where the tokens of a prompt lie on the device, from its page `first_page` on.
+
+    Args:
+        geometry: For the rows a page of each plane.
+        device_slots: Shape ``[tokens]`` or ``[pages, P]``: a list, an array or a tensor. More than
+            is asked for is left alone.
+        plane_slots: By plane, shape ``[pages, R]`` or ``[pages·R]``: for planes with another number
+            of rows a page.
+        first_page: The page that the first entry belongs to.
+        device_run: See `TransferPlan.build`.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        device_slots: Any,
+        plane_slots: Mapping[str, Any] | None = None,
+        *,
+        first_page: int = 0,
+        device_run: int = 1,
+    ) -> None:
+        self._geometry = geometry
+        self._device_slots = None if device_slots is None else _flat(device_slots)
+        self._plane_slots = {name: _flat(given) for name, given in (plane_slots or {}).items()}
+        self.first_page = first_page
+        self.device_run = device_run
+
+    def tokens(self, pages: Sequence[int]) -> Any:
+        """Shape ``[pages, P]``, or None where planes bring their own."""
+        if self._device_slots is None:
+            return None
+        size = self._geometry.page_size
+        return self._take("device_slots", self._device_slots, pages, size)
+
+    def planes(self, pages: Sequence[int], names: Sequence[str] | None) -> dict[str, Any] | None:
+        """By plane: shape ``[pages, R]``; of those named only, None: of all."""
+        taken = {}
+        for name, given in self._plane_slots.items():
+            if names is not None and name not in names:
+                continue
+            rows = self._geometry.rows_per_page(self._geometry.plane(name))
+            taken[name] = self._take(f"plane_slots[{name!r}]", given, pages, rows)
+        return taken or None
+
+    def _take(self, what: str, flat: Any, pages: Sequence[int], rows: int) -> Any:
+        positions = [page - self.first_page for page in pages]
+        if not positions:
+            return flat[:0].reshape(0, rows)
+        first, last = positions[0], positions[-1]
+        if (last + 1) * rows > len(flat) or first < 0:
+            raise PlanError(
+                f"{what} has {len(flat)} entries from page {self.first_page} on, but pages up to "
+                f"{pages[-1]} move, with {rows} rows each: give {(last + 1) * rows}"
+            )
+        if last - first + 1 == len(positions):  # a slice costs no index on the device
+            return flat[first * rows : (last + 1) * rows].reshape(-1, rows)
+        whole = flat[: (last + 1) * rows].reshape(-1, rows)
+        return whole[positions]
+
+
+def _flat(given: Any) -> Any:
+    if getattr(given, "is_cuda", False):
+        return given.reshape(-1)
+    try:
+        return np.asarray(given).reshape(-1)
+    except (TypeError, ValueError, RuntimeError) as bad:
+        raise PlanError(f"device slots are no array of whole numbers: {bad}") from bad

@@ -1,0 +1,88 @@
+"""What the control plane holds at one moment, for people and for tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from kvferry.tiers.state import PageState
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvferry.tiers.control import Control
+    from kvferry.tiers.link import LinkState
+    from kvferry.types import SlotKind
+
+__all__ = ["LookUp", "TierStats", "backup_gaps"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TierStats:
+    """The control plane at one moment, in pages."""
+
+    slots: Mapping[SlotKind, Mapping[PageState, int]]
+    """How many host slots of each kind are in which state. PARKED ones belong to reads or stores
+    whose result nobody wants, and come back when those return."""
+
+    @property
+    def num_parked(self) -> int:
+        """Slots, of all kinds, that still belong to reads or stores that nobody waits for."""
+        return sum(states[PageState.PARKED] for states in self.slots.values())
+
+    readers: int
+    """Loads and storage writes that read a host slot just now."""
+
+    jobs: int
+    """Commands without an answer."""
+
+    waiting_for_storage: int
+    writing_to_storage: int
+    prefetches: int
+    late_storage_jobs: int
+    """Storage jobs that passed their deadline, so far."""
+
+    worker_faults: int
+    storage: LinkState
+    breaker: str
+    transient_pages: int
+    """Pages that failed their digest once and were right when read again."""
+
+
+def backup_gaps(control: Control) -> tuple[int, int]:
+    """Pages of the host that storage lacks, and those that it has without all before them.
+
+    The second are of no use after a restart.
+    """
+    index = control.index
+    unstored = holes = 0
+    if not control.options.writes_storage:  # what it has, another rank writes
+        return 0, 0
+    for tier in control.tiers.values():
+        for slot in tier.ledger.slots_in(PageState.RESIDENT):
+            node = tier.ledger.node(slot)
+            if not index.is_stored(node):
+                unstored += 1
+                continue
+            parent = index.parent_of(node)
+            while parent >= 0 and index.is_stored(parent):
+                parent = index.parent_of(parent)
+            holes += parent >= 0
+    return unstored, holes
+
+
+@dataclasses.dataclass(frozen=True)
+class LookUp:
+    """What the control plane knows of a prompt, in pages from its first."""
+
+    usable: int
+    """Can be loaded."""
+
+    present: int
+    """Are on the host."""
+
+    stored_hint: int
+    """Are in storage, as far as is known."""
+
+    first_unknown: int
+    """Are known at all."""

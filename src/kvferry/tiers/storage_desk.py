@@ -1,0 +1,177 @@
+"""Storage comes and goes while requests run; pages with wrong bytes leave it; it can be asked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvferry.errors import CacheError
+from kvferry.tiers.commands import (
+    DetachStorage,
+    Found,
+    ProbeStorage,
+    Quarantine,
+    StorageDetached,
+    StorageDone,
+)
+from kvferry.tiers.handles import Pump, TierHandle
+from kvferry.tiers.jobs import Job, answer
+from kvferry.tiers.link import LinkState
+from kvferry.tiers.policy import Reason
+from kvferry.types import SlotKind, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvferry.tiers.backup import Backup
+    from kvferry.tiers.commands import Completion
+    from kvferry.tiers.control import Control
+    from kvferry.tiers.prefetch import Prefetch
+
+__all__ = ["ProbeHandle", "StorageDesk"]
+
+
+class ProbeHandle(TierHandle):
+    """A question to storage."""
+
+    def __init__(self, pump: Pump) -> None:
+        super().__init__(pump)
+        self.found: tuple[bool, ...] = ()
+        """For each page asked about, whether storage says that it has it; empty until `done`."""
+
+
+class _ProbeJob(Job):
+    kind = SlotKind.PAGE
+
+    def __init__(self, handle: ProbeHandle, generation: int, deadline: float) -> None:
+        self.handle = handle
+        self.generation = generation
+        self.deadline = deadline
+
+    def late(self) -> None:
+        super().late()
+        self.handle.reason, self.handle.done = Reason.DEADLINE, True
+
+    def finish(self, completion: Completion) -> None:
+        completion = answer(completion, Found)
+        if completion.error:
+            self.handle.reason, self.handle.error = Reason.STORAGE_FAILED, completion.error
+        else:
+            self.handle.found = completion.found
+        self.handle.done = True
+
+
+class _QuarantineJob(Job):
+    def __init__(self, kind: SlotKind) -> None:
+        self.kind = kind
+
+    def finish(self, completion: Completion) -> None:
+        completion = answer(completion, StorageDone)
+
+
+class _DetachJob(Job):
+    kind = SlotKind.PAGE
+
+    def finish(self, completion: Completion) -> None:
+        completion = answer(completion, StorageDetached)
+
+
+class StorageDesk:
+    """Attaches, detaches, quarantines and asks."""
+
+    def __init__(self, control: Control, backup: Backup, prefetch: Prefetch) -> None:
+        self._control = control
+        self._backup = backup
+        self._prefetch = prefetch
+        self._next_generation = 1
+
+    def new_generation(self) -> int:
+        """A number for the next attachment. CacheError while another one is there."""
+        if self._control.link.state is not LinkState.NONE:
+            raise CacheError(
+                f"storage is {self._control.link.state} already: detach_storage() first"
+            )
+        number = self._next_generation
+        self._next_generation += 1
+        return number
+
+    def attached(self, generation: int) -> None:
+        """A backend is there."""
+        self._control.link.attach(generation)
+        self._next_generation = max(self._next_generation, generation + 1)
+
+    def detach(self, *, force: bool = False) -> bool:
+        """Use storage no more; True if it is gone already.
+
+        Waiting writes are dropped, prefetches end with what they have, and what is in flight ends
+        by itself. With `force` it is not waited for: slots that are being read into stay parked
+        until those reads return.
+        """
+        control, link = self._control, self._control.link
+        if link.state is LinkState.NONE:
+            return True
+        if link.state is LinkState.ATTACHED:
+            link.begin_detach()
+            self._backup.clear()
+            self._prefetch.stop_all(Reason.NO_STORAGE)
+            generation = link.generation
+            control.jobs.start(
+                _DetachJob(), lambda number: DetachStorage(job=number, generation=generation)
+            )
+        if force:
+            for job in control.jobs:
+                if job.generation == link.generation and not job.is_late:
+                    job.late()
+            self.gone(link.generation)
+        return self._is_gone()
+
+    def _is_gone(self) -> bool:
+        return self._control.link.state is LinkState.NONE
+
+    def gone(self, generation: int) -> None:
+        """The backend was closed, or is given up."""
+        link = self._control.link
+        if generation == link.generation and link.state is not LinkState.NONE:
+            link.detached(generation)
+            # The next backend has none of it, as far as anybody knows.
+            self._control.index.clear_stored()
+            self._backup.forget_storage()
+
+    def probe(self, keys: Sequence[bytes]) -> ProbeHandle:
+        """Ask storage which of these pages it has."""
+        control = self._control
+        handle = ProbeHandle(control.pump)
+        handle.reason = control.link.admit()
+        if handle.reason:
+            handle.done = True
+            return handle
+        kind = control.kinds[0]
+        generation = control.link.generation
+        job = _ProbeJob(handle, generation, control.clock() + control.options.prefetch_max_secs)
+        control.jobs.start(
+            job,
+            lambda number: ProbeStorage(
+                job=number, generation=generation, kind=kind, keys=tuple(keys)
+            ),
+        )
+        return handle
+
+    def quarantine(self, kind: SlotKind, keys: Sequence[bytes]) -> None:
+        """Pages with wrong bytes are taken out of storage too, where they may have come from."""
+        control = self._control
+        nodes = [node for key in keys if (node := control.index.node_of(key)) is not None]
+        if kind is SlotKind.PAGE:
+            control.index.set_stored(nodes, False)
+        else:
+            self._backup.states_stored.difference_update(keys)
+        if not keys or control.link.state is not LinkState.ATTACHED:
+            return
+        for key in keys:
+            control.link.misses.add(key)
+        control.tell_quarantined(Tier.STORAGE, kind, nodes, "digest")
+        generation = control.link.generation
+        control.jobs.start(
+            _QuarantineJob(kind),
+            lambda number: Quarantine(
+                job=number, generation=generation, kind=kind, keys=tuple(keys)
+            ),
+        )

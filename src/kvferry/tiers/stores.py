@@ -1,0 +1,225 @@
+"""From the device to the host: what is stored when, by policy, and what follows when it is over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvferry.tiers.commands import Moved, MovePages
+from kvferry.tiers.handles import StoreHandle
+from kvferry.tiers.jobs import Job, answer
+from kvferry.tiers.policy import HitCounter, Reason, StorePolicy
+from kvferry.tiers.state import Actor, PageState
+from kvferry.types import Direction, SlotKind, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvferry.tiers.backup import Backup
+    from kvferry.tiers.commands import Completion
+    from kvferry.tiers.control import Control
+    from kvferry.tiers.rows import DeviceSlots
+
+__all__ = ["Stores"]
+
+
+class _StoreJob(Job):
+    def __init__(
+        self,
+        stores: Stores,
+        kind: SlotKind,
+        handle: StoreHandle,
+        slots: list[int],
+    ) -> None:
+        self.kind = kind
+        self.slots = slots
+        self.handle = handle
+        self._stores = stores
+
+    def abort(self) -> None:
+        super().abort()
+        self.handle.reason = Reason.RESET
+
+    def finish(self, completion: Completion) -> None:
+        self._stores.finish(self, answer(completion, Moved))
+
+
+class Stores:
+    """Takes pages from the device.
+
+    Args:
+        control: What all parts share.
+        backup: Where pages go from the host.
+    """
+
+    def __init__(self, control: Control, backup: Backup) -> None:
+        self._control = control
+        self._backup = backup
+        self._hits = HitCounter()
+
+    def forget_hits(self) -> None:
+        """After a reset."""
+        self._hits.forget()
+
+    def store(
+        self,
+        keys: Sequence[bytes],
+        rows: DeviceSlots,
+        handle: StoreHandle,
+        *,
+        evicting: bool = False,
+        state_page: int | None = None,
+        priority: int = 0,
+        stream: int | None = None,
+    ) -> StoreHandle:
+        """Copy those of the pages `keys` that are not here, as the policy has it.
+
+        Args:
+            keys: Of all whole pages of a prompt that are filled, from its first on.
+            rows: Where they lie on the device.
+            handle: What the caller gets; filled in.
+            evicting: The engine is about to give the rows to others.
+            state_page: The page at whose end a checkpoint lies in `rows`, or None.
+            priority: For the eviction policy of that name.
+            stream: The stream that wrote the rows.
+
+        Raises:
+            PlanError: The rows do not fit; nothing moves then.
+        """
+        offered = self._offered(keys, handle, evicting=evicting)
+        if not offered:
+            handle.done = True
+            return handle
+        control = self._control
+        nodes = list(control.index.insert(keys[:offered], priority=priority))
+        control.index.touch(nodes)
+        control.index.pin(nodes)
+        try:
+            for kind, pages in self._wanted(nodes, state_page).items():
+                self._store_kind(kind, keys, nodes, pages, rows, handle, stream)
+            self._backup.offer(nodes)
+        finally:
+            control.index.unpin(nodes)
+            control.index.forget(nodes[::-1])
+        if not handle.num_running:
+            handle.done = True
+            if not handle.reason and not handle.num_submitted:
+                handle.reason = Reason.ALREADY_HERE
+        return handle
+
+    def _offered(self, keys: Sequence[bytes], handle: StoreHandle, *, evicting: bool) -> int:
+        """How many leading pages the policy stores; 0, with the reason in `handle`, if none."""
+        options = self._control.options
+        if not self._control.switches.store:
+            handle.reason = Reason.SWITCHED_OFF
+        elif not keys:
+            handle.reason = Reason.NO_WHOLE_PAGE
+        elif evicting or options.store_policy is StorePolicy.WRITE_THROUGH:
+            return len(keys)
+        elif options.store_policy is StorePolicy.WRITE_BACK:
+            handle.reason = Reason.NOT_WRITTEN_BACK
+        else:
+            enough = self._hits.count(keys, options.selective_hits)
+            if not enough:
+                handle.reason = Reason.TOO_FEW_HITS
+            return enough
+        return 0
+
+    def _wanted(self, nodes: list[int], state_page: int | None) -> dict[SlotKind, list[int]]:
+        wanted = {}
+        if SlotKind.PAGE in self._control.tiers:
+            wanted[SlotKind.PAGE] = list(range(len(nodes)))
+        has_state = SlotKind.STATE in self._control.tiers
+        if has_state and state_page is not None and state_page < len(nodes):
+            wanted[SlotKind.STATE] = [state_page]
+        return wanted
+
+    def _store_kind(
+        self,
+        kind: SlotKind,
+        keys: Sequence[bytes],
+        nodes: list[int],
+        pages: list[int],
+        rows: DeviceSlots,
+        handle: StoreHandle,
+        stream: int | None,
+    ) -> None:
+        control = self._control
+        tier = control.tiers[kind]
+        missing = [
+            page
+            for page in pages
+            if tier.slot_of(nodes[page]) < 0 and not tier.is_filling(nodes[page])
+        ]
+        handle.num_already += len(pages) - len(missing)
+        if not missing:
+            return
+        slots = tier.reserve([nodes[page] for page in missing], PageState.STORING)
+        if len(slots) < len(missing):
+            handle.reason = Reason.HOST_FULL
+            control.metrics.dropped(Reason.HOST_FULL, len(missing) - len(slots))
+            del missing[len(slots) :]
+        if not missing:
+            return
+        job = _StoreJob(self, kind, handle, slots)
+        names = tuple(dict.fromkeys(span.plane.name for span in control.geometry.spans(kind)))
+        sent = False
+        handle.num_running += 1
+        try:
+            is_state = kind is SlotKind.STATE
+            device_slots = None if is_state else rows.tokens(missing)
+            # A prompt has rows of one checkpoint, the one at its end.
+            plane_slots = rows.planes([rows.first_page] if is_state else missing, names)
+            answer = control.jobs.start(
+                job,
+                lambda number: MovePages(
+                    job=number,
+                    direction=Direction.STORE,
+                    kind=kind,
+                    keys=tuple(keys[page] for page in missing),
+                    host_slots=tuple(slots),
+                    device_slots=device_slots,
+                    plane_slots=plane_slots,
+                    device_run=rows.device_run,
+                    stream=stream,
+                ),
+            )
+            sent = True
+        finally:
+            if not sent:
+                handle.num_running -= 1
+                for slot in slots:
+                    tier.abandon(slot, Actor.TRANSFER)
+        if answer is not None:
+            handle.transfers.append(answer)  # type: ignore[arg-type]
+        handle.num_submitted += len(missing)
+
+    def finish(self, job: _StoreJob, done: Moved) -> None:
+        """A store's transfer is over."""
+        control, tier = self._control, self._control.tiers[job.kind]
+        handle = job.handle
+        bad = set(range(len(job.slots)) if done.error else done.bad_pages)
+        whole = []
+        for position, slot in enumerate(job.slots):
+            if job.aborted or position in bad:
+                tier.abandon(slot, Actor.TRANSFER)
+            else:
+                whole.append(slot)
+        stored = tier.publish(whole, Actor.TRANSFER)
+        control.metrics.transferred(
+            Direction.STORE,
+            done.path,
+            pages=len(job.slots),
+            num_bytes=done.num_bytes,
+            tokens=len(job.slots) * control.page_size if job.kind is SlotKind.PAGE else 0,
+            seconds=done.seconds,
+            ok=not done.error,
+        )
+        if bad:
+            handle.reason, handle.error = Reason.TRANSFER_FAILED, done.error
+            control.metrics.dropped(Reason.TRANSFER_FAILED, len(bad))
+        handle.num_stored += len(stored)
+        if not job.aborted:
+            control.tell_stored(Tier.HOST, job.kind, stored)
+            self._backup.offer(stored)
+        handle.num_running -= 1
+        handle.done = not handle.num_running
