@@ -133,12 +133,19 @@ def _throughput(
                 assert all(one.ok for one in store.read(batch, memory.addresses[:n], digests[:n]))
 
         expected = memory.array.copy()
-        for way, works in (
-            ("write", {"stream": partial(_stream, here, memory, count, os.O_WRONLY),
-                       "backend": write_backend, "store": write_store}),
-            ("read", {"stream": partial(_stream, here, memory, count, os.O_RDONLY),
-                      "backend": read_backend, "store": read_store}),
-        ):  # fmt: skip
+        ways: dict[str, dict[str, Callable[[], object]]] = {
+            "write": {
+                "stream": partial(_stream, here, memory, count, os.O_WRONLY),
+                "backend": write_backend,
+                "store": write_store,
+            },
+            "read": {
+                "stream": partial(_stream, here, memory, count, os.O_RDONLY),
+                "backend": read_backend,
+                "store": read_store,
+            },
+        }
+        for way, works in ways.items():
             for name, work in works.items():
                 seconds.setdefault((way, name), []).append(_timed(work))
                 assert np.array_equal(memory.array, expected), "bytes differ"

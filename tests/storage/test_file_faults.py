@@ -567,14 +567,76 @@ def test_few_descriptors_are_enough(tmp_path: Path) -> None:
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] != 64
 
 
-def test_a_full_or_locked_out_start_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A folder in which no file can be made is an error when it is opened."""
+def test_a_full_disk_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new folder on a full disk is an error; one with objects opens, serves, and makes room."""
+    folder = tmp_path / "store"
+    first = FileBackend(folder)
+    put(first, range(4), _SIZE)
+    first.close()
+    disk = _SmallDisk(monkeypatch, folder, _on_disk(folder))
+    assert disk.free() == 0
+    backend = FileBackend(folder, num_threads=1)
+    assert all(get(backend, range(4), _SIZE)[1])
+    assert put(backend, [9], _SIZE)[0].ok
+    assert get(backend, [9], _SIZE)[1] == [True]
+    assert _temporaries(folder) == []
+    backend.close()
+    monkeypatch.undo()
 
     def full(*_: Any, **__: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(StorageError, match="No space left"):
-        FileBackend(tmp_path / "store")
+        FileBackend(tmp_path / "new")
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(StorageError, match="No space left"):
+        FileBackend(tmp_path / "newer")
+    assert _temporaries(tmp_path) == []
+
+
+def test_what_died_while_it_opened_is_cleared_up(tmp_path: Path) -> None:
+    """A probe left at the top of the folder goes when it is old; a new one may be in use."""
+    FileBackend(tmp_path / "store").close()
+    old, new = (tmp_path / "store" / f".{name}-0.tmp" for name in ("aa", "bb"))
+    for path in (old, new):
+        path.write_bytes(bytes(4096))
+    os.utime(old, (0, 0))
+    FileBackend(tmp_path / "store").close()
+    assert [path.name for path in _temporaries(tmp_path)] == [new.name]
+
+
+def test_writers_on_a_full_disk_make_room_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room that one write made, and another one took, does not make the first one fail."""
+    folder = tmp_path / "store"
+    first = FileBackend(folder)
+    put(first, range(10), _SIZE)
+    first.close()
+    disk = _SmallDisk(monkeypatch, folder, _on_disk(folder))
+    backend = FileBackend(folder, capacity_bytes=1 << 30, num_threads=2)
+    publish, evict = backend._folder.publish, backend._room.evict
+    waits, evicted, written = threading.Event(), threading.Event(), threading.Event()
+
+    def publishing(key: bytes, *rest: Any) -> bool:
+        if key == key_of(101):
+            waits.set()
+            assert evicted.wait(30)
+            direct = publish(key, *rest)
+            written.set()
+            return direct
+        assert waits.wait(30)
+        return publish(key, *rest)
+
+    def evicting(num_bytes: int) -> int:
+        removed = evict(num_bytes)
+        evicted.set()
+        assert written.wait(30)
+        return removed
+
+    monkeypatch.setattr(backend._folder, "publish", publishing)
+    monkeypatch.setattr(backend._room, "evict", evicting)
+    assert disk.free() == 0
+    assert [one.status.value for one in put(backend, [100, 101], _SIZE)] == ["ok", "ok"]
+    backend.close()

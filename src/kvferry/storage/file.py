@@ -281,9 +281,10 @@ class FileBackend(StorageBackend):
         except OSError as bad:
             if bad.errno not in _FULL:
                 return self._failed("write", bad)
-        # Others filled the disk before our capacity was reached. Make room and try once more.
+        # Others filled the disk before our capacity was reached. Make room and try once more, for
+        # the writes beside this one too: they are after the same room.
         self._counts.error("disk full")
-        self._room.evict(num_bytes)
+        self._room.evict(num_bytes + self._index.usage().reserved_bytes)
         try:
             return self._write_new(key, buffers, num_bytes)
         except OSError as bad:

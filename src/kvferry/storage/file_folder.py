@@ -44,6 +44,7 @@ _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLL
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _MAX_TRIES = 8
 _MAX_QUARANTINED = 16
+_OLD_PROBE_SECS = 3600.0
 
 
 class FsyncPolicy(enum.StrEnum):
@@ -98,9 +99,11 @@ class StorageFolder:
                 os.mkdir(self.path, 0o700)
             found = os.stat(self.path)
             self._identity = (found.st_dev, found.st_ino)
-            self._check_marker()
+            is_new = self._check_marker()
+            if not read_only:
+                self._remove_old_probes()
             if use_direct_io:
-                self.direct_io = self._probe_direct_io()
+                self.direct_io = self._probe_direct_io(is_new=is_new)
         except OSError as bad:
             raise StorageError(
                 f"the storage folder {self.path!r} cannot be opened: {bad.strerror or bad}; make "
@@ -317,7 +320,8 @@ class StorageFolder:
                     os.unlink(path)
         return descriptor if is_locked else None
 
-    def _check_marker(self) -> None:
+    def _check_marker(self) -> bool:
+        """Whether the folder is a new one."""
         path = pathlib.Path(self.path, MARKER)
         try:
             text = path.read_bytes()
@@ -326,19 +330,38 @@ class StorageFolder:
                 raise
             # Several processes may do this at once, with the same outcome.
             temporary = path.with_name(temporary_name(self._token, next(self._numbers)))
-            temporary.write_bytes(LAYOUT_TEXT)
-            temporary.replace(path)
-            return
+            try:
+                temporary.write_bytes(LAYOUT_TEXT)
+                temporary.replace(path)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
+            return True
         if text != LAYOUT_TEXT:
             raise StorageError(
                 f"{path} says {text[:80]!r} and should say {LAYOUT_TEXT!r}: the folder was made by "
                 f"another version of kvferry; give a new folder"
             )
+        return False
 
-    def _probe_direct_io(self) -> bool:
+    def _remove_old_probes(self) -> None:
+        """Remove what somebody left who died while it opened the folder; it takes a second."""
+        for path in pathlib.Path(self.path).glob(".*.tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _OLD_PROBE_SECS:
+                    path.unlink()
+
+    def _probe_direct_io(self, *, is_new: bool) -> bool:
         if self.read_only:
             return True  # Reads fall back one by one.
-        return direct_io_works(f"{self.path}/{temporary_name(self._token, next(self._numbers))}")
+        name = temporary_name(self._token, next(self._numbers))
+        try:
+            return direct_io_works(f"{self.path}/{name}")
+        except OSError as bad:
+            # Objects that are there can be read from a full disk, and can make room.
+            if is_new or bad.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return True
 
 
 def _lock_file(descriptor: int) -> bool:
