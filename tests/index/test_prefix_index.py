@@ -211,6 +211,20 @@ def test_a_chain_goes_from_its_end() -> None:
     assert _names(index, index.evict_host(6), "abc", "xyz") == order
 
 
+@pytest.mark.parametrize("is_used", [False, True])
+def test_what_is_behind_a_hole_goes_first(is_used: bool) -> None:
+    """Of pages that came, or were used, in one call the later ones of the prompt are older."""
+    index = PrefixIndex()
+    nodes = index.insert(_keys("abcde"))
+    if is_used:
+        for node in reversed(nodes[::2]):
+            index.set_host([node], [node])
+        index.touch(nodes)
+    else:
+        index.set_host(nodes[::2], [0, 1, 2])
+    assert index.evict_host(3) == nodes[::-2]
+
+
 def test_a_shared_beginning_stays_while_it_is_used() -> None:
     """Its own use counts: it is not old because all that came behind it was."""
     index = PrefixIndex()

@@ -146,13 +146,19 @@ class HostOrder:
     def take_pages(self, num_pages: int) -> list[int]:
         """Choose up to `num_pages` that leave, in order; each frees those before it to follow."""
         nodes, queue = self._nodes, self.pages
-        flags, parents = nodes.flags, nodes.parents
+        flags, parents, blockers = nodes.flags, nodes.parents, nodes.blockers
         taken: list[int] = []
         while len(taken) < num_pages and len(queue):
             node = queue.pop()
             flags[node] = flags[node] & ~QUEUED | TAKEN
             taken.append(node)
-            self.unblock(parents[node])
+            # As `unblock` does, written out: this is a third of what evicting a page costs.
+            parent = parents[node]
+            if parent >= 0:
+                blockers[parent] -= 1
+                if self.may_leave(parent):
+                    queue.add(self.rank(parent), parent)
+                    flags[parent] |= QUEUED
         return taken
 
     def take_states(self, num_states: int) -> list[int]:
