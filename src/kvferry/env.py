@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+from collections.abc import Callable, Mapping
 
 from kvferry.errors import ConfigError
 
@@ -15,6 +16,7 @@ __all__ = [
     "VARIABLES",
     "CacheFolder",
     "Variable",
+    "bad_variables",
     "cache_folder",
     "debug_checks",
     "disabled_paths",
@@ -102,3 +104,21 @@ def disabled_paths(known: frozenset[str]) -> frozenset[str]:
             f"{', '.join(sorted(known))}"
         )
     return names
+
+
+_CHECKS: Mapping[str, Callable[[frozenset[str]], object]] = {
+    _DISABLE_PATHS.name: disabled_paths,
+    _CACHE_DIR.name: lambda _: cache_folder(),
+    _DEBUG.name: lambda _: debug_checks(),
+}
+
+
+def bad_variables(known_paths: frozenset[str]) -> dict[str, str]:
+    """What is wrong with each variable whose value is not accepted, by name."""
+    found = {}
+    for name, check in _CHECKS.items():
+        try:
+            check(known_paths)
+        except ConfigError as bad:
+            found[name] = str(bad)
+    return found

@@ -9,6 +9,7 @@ from kvferry.transfer.indices import DeviceRows, blocks_to_rows
 from kvferry.transfer.paths import (
     available_cpu_paths,
     available_gpu_paths,
+    check_environment,
     disabled_gpu_paths,
     staging_is_disabled,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "available_gpu_paths",
     "blocks_to_rows",
     "calibrate",
+    "check_environment",
     "disabled_gpu_paths",
     "find_profile",
     "load_profile",

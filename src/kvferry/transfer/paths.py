@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kvferry.env import disabled_paths
+from kvferry.env import bad_variables, disabled_paths
 from kvferry.errors import ConfigError, DriverError, MissingDependencyError
 from kvferry.kernels import CopyPath, native_library
 from kvferry.kernels.jit import process_loader
@@ -24,6 +24,7 @@ __all__ = [
     "MoveSpan",
     "available_cpu_paths",
     "available_gpu_paths",
+    "check_environment",
     "choose_cpu_path",
     "disabled_gpu_paths",
     "staging_is_disabled",
@@ -71,6 +72,11 @@ def available_gpu_paths() -> tuple[CopyPath, ...]:
         usable = False
     off = disabled_gpu_paths()
     return tuple(path for path in CopyPath if usable and path not in off)
+
+
+def check_environment() -> dict[str, str]:
+    """What is wrong with each environment variable whose value is not accepted, by name."""
+    return bad_variables(_ALL_NAMES)
 
 
 def disabled_gpu_paths() -> frozenset[CopyPath]:

@@ -54,6 +54,7 @@ class Diagnosis(NamedTuple):
 def diagnose(host: HostReading, gpus: GpuReport) -> Diagnosis:
     """Judge what was read."""
     checks = (
+        _environment(host),
         _driver(host, gpus),
         *_gpus(gpus),
         _compiler(gpus),
@@ -73,6 +74,17 @@ def diagnose(host: HostReading, gpus: GpuReport) -> Diagnosis:
 def _slots(host: HostReading, gpus: GpuReport) -> list[Slot]:
     missing = len(gpus.gpus) - len(host.slots)
     return [*host.slots, *[Slot()] * missing][: len(gpus.gpus)]
+
+
+def _environment(host: HostReading) -> Check:
+    if host.bad_variables:
+        return Check(
+            "environment",
+            Status.FAIL,
+            f"{', '.join(host.bad_variables)}: not accepted",
+            "; ".join(host.bad_variables.values()),
+        )
+    return Check("environment", Status.OK, "no KVFERRY_ variable has a bad value")
 
 
 def _driver(host: HostReading, gpus: GpuReport) -> Check:

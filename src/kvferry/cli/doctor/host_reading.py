@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvferry.errors import KVFerryError
@@ -52,6 +52,8 @@ class HostReading:
     cpu_paths_error: str | None = None
     has_compiled_path: bool = False
     """Whether the C kernel was built when kvferry was installed."""
+    bad_variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Environment variables with a value that is not accepted, and what is wrong with each."""
 
 
 def read_host(
@@ -62,7 +64,7 @@ def read_host(
 ) -> HostReading:
     """Read the machine as it is now; `bus_ids` are those of its GPUs."""
     from kvferry.kernels import native_library
-    from kvferry.transfer import available_cpu_paths
+    from kvferry.transfer import available_cpu_paths, check_environment
 
     proc, sys_folder = Path(proc_root), Path(sys_root)
     memory, memory_error = None, None
@@ -96,6 +98,7 @@ def read_host(
         cpu_paths=paths,
         cpu_paths_error=paths_error,
         has_compiled_path=native_library() is not None,
+        bad_variables=check_environment(),
     )
 
 
