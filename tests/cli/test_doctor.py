@@ -85,8 +85,8 @@ def test_a_sound_machine_has_nothing_to_be_told() -> None:
     assert all(check.found and not check.advice for check in diagnosis.checks)
     names = [check.name for check in diagnosis.checks]
     assert names == [
-        "environment", "driver", "gpu 0", "compiler", "kernel_cache", "link 0", "profile 0", "numa", "host_memory",
-        "memlock", "huge_pages", "cpu_paths", "gpu_paths",
+        "environment", "driver", "gpu 0", "compiler", "kernel_cache", "link 0", "profile 0", "numa",
+        "host_memory", "memlock", "huge_pages", "cpu_paths", "gpu_paths",
     ]  # fmt: skip
     assert _check(diagnosis, "driver").found == "NVIDIA driver 580.159.04, CUDA 13.0"
     assert "55.5 GB/s to the GPU, 55.4 GB/s from it" in _check(diagnosis, "link 0").found
