@@ -115,7 +115,7 @@ def test_without_a_gpu_the_cpu_paths_do() -> None:
     diagnosis = _diagnosed(
         host={"driver_release": None, "slots": ()},
         compiler=None,
-        compiler_error="pip install 'kvferry[cuda13]'",
+        compiler_error="pip install 'cuda-bindings==13.*'",
         **_NO_GPU,
     )
     assert diagnosis.some_path_works
@@ -123,7 +123,7 @@ def test_without_a_gpu_the_cpu_paths_do() -> None:
     assert "no libcuda.so.1" in _check(diagnosis, "driver").found
     assert "CPU paths" in _check(diagnosis, "driver").advice
     assert _check(diagnosis, "compiler") == Check(
-        "compiler", Status.WARN, "none", "pip install 'kvferry[cuda13]'"
+        "compiler", Status.WARN, "none", "pip install 'cuda-bindings==13.*'"
     )
     assert _check(diagnosis, "gpu_paths").found == "none: there is no GPU to use"
 
@@ -137,7 +137,7 @@ def test_without_a_gpu_the_cpu_paths_do() -> None:
         ({"gpu": {"capability": (7, 5)}}, "gpu 0", "fail", "need 8.0"),
         ({"gpu": {"error": "busy"}}, "gpu 0", "fail", "cannot be used: busy"),
         ({"compiler_error": "no NVRTC"}, "compiler", "fail", "no NVRTC"),
-        ({"driver": (12, 8)}, "compiler", "fail", "kvferry[cuda12]"),
+        ({"driver": (12, 8)}, "compiler", "fail", "nvidia-cuda-nvrtc-cu12>=12.9,<13"),
         ({"cache_error": "everybody may write"}, "kernel_cache", "fail", "everybody"),
         ({"cache_reason": "/x: read-only"}, "kernel_cache", "warn", "KVFERRY_CACHE_DIR"),
         ({"cache_folder": None, "cache_reason": "full"}, "kernel_cache", "warn", "memory only"),

@@ -79,4 +79,4 @@ def test_missing_packages_are_named(
     assert demo.main(["--random-weights"]) == 2
     message = capsys.readouterr().err
     assert "the demo needs no_such_package:" in message
-    assert "pip install 'kvferry[demo]'" in message
+    assert "pip install '.[demo]'" in message

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvferry.cli.doctor.gpu_report import GpuReading, GpuReport
 from kvferry.cli.doctor.host_reading import HostReading, Slot
+from kvferry.kernels.jit import install_line
 from kvferry.memory import check_budget, format_bytes
 
 __all__ = ["Check", "Diagnosis", "Status", "diagnose"]
@@ -147,7 +148,7 @@ def _compiler(gpus: GpuReport) -> Check:
             "compiler",
             Status.FAIL,
             f"{gpus.compiler}, newer than the driver's CUDA {gpus.driver[0]}",
-            f"update the driver, or pip install 'kvferry[cuda{max(gpus.driver[0], 12)}]'",
+            f"update the driver, or {install_line(gpus.driver[0])}",
         )
     return Check("compiler", Status.OK, gpus.compiler)
 
