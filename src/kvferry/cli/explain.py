@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.cli.explain_plan import OF_A_PLAN, add_plan_options, run_plan
 from kvferry.cli.geometry_options import add_geometry_options, given_options
+from kvferry.cli.whole_number import whole_number
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,13 +50,13 @@ def add_parser(
     )
     parser.add_argument(
         "--element-size",
-        type=int,
+        type=whole_number,
         metavar="BYTES",
         help="what one token keeps in one layer of one plane",
     )
     parser.add_argument(
         "--unroll",
-        type=int,
+        type=whole_number,
         metavar="U",
         help="ask for grouped, with 32 / U threads an element: 1, 2, 4, 8, 16 or 32 (not asked)",
     )
@@ -69,7 +70,6 @@ def add_parser(
         "both sides (1)",
     )
     add_plan_options(parser.add_argument_group("a transfer, with --plan"))
-    parser.set_defaults(complain=parser.error)
     return parser
 
 

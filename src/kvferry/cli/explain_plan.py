@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvferry.cli.geometry_options import OF_A_MODEL, given_options, read_geometry
 from kvferry.cli.json_text import json_text
+from kvferry.cli.whole_number import whole_number
 from kvferry.errors import ConfigError, DriverError, MissingDependencyError
 from kvferry.types import Direction, Layout, Mover
 
@@ -42,7 +43,7 @@ def add_plan_options(parser: argparse._ActionsContainer) -> None:
         ("--host-run", "PAGES", "pages that keep neighbouring slots on the host (all)"),
         ("--staging-mib", "MIB", "device memory of each direction for staging (64)"),
     ):
-        parser.add_argument(name, type=int, metavar=metavar, help=what)
+        parser.add_argument(name, type=whole_number, metavar=metavar, help=what)
     parser.add_argument(
         "--host-layout", metavar="LAYOUT", help=f"{', '.join(Layout)} ({Layout.PAGE_MAJOR})"
     )

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, NoReturn, Protocol, TextIO
 
 from kvferry import __version__
 from kvferry.cli import calibrate, doctor, explain, geometry, selftest
@@ -41,7 +41,13 @@ _COMMANDS: tuple[_Command, ...] = (geometry, explain, selftest, doctor, calibrat
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose help is output like any other; argparse passes over what it cannot write."""
+    """A parser whose help is output like any other, and whose errors are one line.
+
+    argparse passes over help that it cannot write, and puts the usage before each error.
+    """
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         print(self.format_help(), end="", file=file)
@@ -90,7 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        args.complain(f"unknown: {' '.join(unknown)}")
     if args.version:
         print(f"kvferry {__version__}")
         return 0
@@ -120,8 +128,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Carries an LLM's KV cache between device memory and host memory, exactly.",
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    parser.set_defaults(run=None)
+    parser.set_defaults(run=None, complain=parser.error)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in _COMMANDS:
-        command.add_parser(subparsers).set_defaults(run=command.run)
+        of_command = command.add_parser(subparsers)
+        of_command.set_defaults(run=command.run, complain=of_command.error)
     return parser
