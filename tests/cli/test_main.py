@@ -138,8 +138,8 @@ def test_a_folder_that_may_not_be_read(
         (
             ["geometry", "config.json", "--tp", "two"],
             (
-                "kvferry geometry: error: argument --tp: 'two' is no whole number; give digits, such "
-                "as 64 (see kvferry geometry --help)"
+                "kvferry geometry: error: argument --tp: 'two' is no whole number; give digits, "
+                "such as 64 (see kvferry geometry --help)"
             ),
         ),
         (["--foo"], "kvferry: error: unknown: --foo (see kvferry --help)"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as bad:
         _drop(sys.stdout)
         of = f" {bad.filename!r}" if bad.filename is not None else ""
-        return _fail(f"cannot read or write{of}: {bad.strerror or bad}; free space, or look there")
+        return _fail(f"cannot read or write{of}: {bad.strerror or bad}{_next_step(bad)}")
     except KeyboardInterrupt:
         _drop(sys.stdout)
         return _EXIT_INTERRUPTED
@@ -106,6 +107,11 @@ def _run(argv: Sequence[str] | None) -> int:
         parser.print_help(sys.stderr)
         return EXIT_BAD_INPUT
     return int(args.run(args))
+
+
+def _next_step(bad: OSError) -> str:
+    """What helps, where the message itself does not say."""
+    return "; free space, or write elsewhere" if bad.errno in (errno.ENOSPC, errno.EDQUOT) else ""
 
 
 def _fail(message: str) -> int:

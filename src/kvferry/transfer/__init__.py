@@ -10,6 +10,7 @@ from kvferry.transfer.paths import (
     available_cpu_paths,
     available_gpu_paths,
     check_environment,
+    check_gpu_paths,
     disabled_gpu_paths,
     staging_is_disabled,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "blocks_to_rows",
     "calibrate",
     "check_environment",
+    "check_gpu_paths",
     "disabled_gpu_paths",
     "find_profile",
     "load_profile",

@@ -13,6 +13,8 @@ from kvferry.transfer.numpy_mover import move_span_numpy
 from kvferry.types import Mover
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -25,6 +27,7 @@ __all__ = [
     "available_cpu_paths",
     "available_gpu_paths",
     "check_environment",
+    "check_gpu_paths",
     "choose_cpu_path",
     "disabled_gpu_paths",
     "staging_is_disabled",
@@ -82,6 +85,14 @@ def check_environment() -> dict[str, str]:
 def disabled_gpu_paths() -> frozenset[CopyPath]:
     """The GPU paths that are switched off."""
     return frozenset(path for path in CopyPath if path.value in disabled_paths(_ALL_NAMES))
+
+
+def check_gpu_paths(disabled: Collection[CopyPath]) -> None:
+    """Raise ConfigError where all paths for GPU pools are `disabled`."""
+    if not set(CopyPath) - set(disabled):
+        raise ConfigError(
+            "every path for GPU pools is switched off; take one out of KVFERRY_DISABLE_PATHS"
+        )
 
 
 def staging_is_disabled() -> bool:
