@@ -13,6 +13,7 @@ from kvferry.transfer.paths import (
     check_gpu_paths,
     disabled_gpu_paths,
     staging_is_disabled,
+    why_no_gpu,
 )
 from kvferry.transfer.plan import TransferPlan
 from kvferry.transfer.profile import BUILT_IN, DeviceProfile
@@ -52,4 +53,5 @@ __all__ = [
     "preview_route",
     "save_profile",
     "staging_is_disabled",
+    "why_no_gpu",
 ]

@@ -31,6 +31,7 @@ __all__ = [
     "choose_cpu_path",
     "disabled_gpu_paths",
     "staging_is_disabled",
+    "why_no_gpu",
 ]
 
 
@@ -69,12 +70,19 @@ def available_cpu_paths() -> tuple[CpuPath, ...]:
 
 def available_gpu_paths() -> tuple[CopyPath, ...]:
     """The paths for GPU pools that are not switched off; none where no GPU can be used."""
-    try:
-        usable = process_loader().driver.num_devices > 0
-    except (MissingDependencyError, DriverError):  # `kvferry doctor` tells which
-        usable = False
     off = disabled_gpu_paths()
+    usable = not why_no_gpu()
     return tuple(path for path in CopyPath if usable and path not in off)
+
+
+def why_no_gpu() -> str:
+    """Why no GPU can be used here, and what to do; empty where one can."""
+    try:
+        if process_loader().driver.num_devices > 0:
+            return ""
+    except (MissingDependencyError, DriverError) as absent:
+        return str(absent)
+    return "the driver shows no GPU to this process: check nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
 def check_environment() -> dict[str, str]:
