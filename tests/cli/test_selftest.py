@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry.cli.main import main
+from kvferry.errors import NoDeviceError
 from kvferry.testing.round_trip import RoundTrip
 from kvferry.transfer.numpy_mover import move_span_numpy
 from kvferry.transfer.paths import CpuPath
