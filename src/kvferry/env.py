@@ -37,8 +37,8 @@ _DISABLE_PATHS = Variable(
     name="KVFERRY_DISABLE_PATHS",
     kind="comma-separated names",
     default="(none)",
-    meaning="transfer paths not to use, for a bad day in production: `cpu`, `cpu_numpy`, `flat`, "
-    "`realign`, `grouped`, `staged`",
+    meaning="what transfers may not use, for when one of them fails on a machine: the paths `cpu`, "
+    "`cpu_numpy`, `flat`, `realign`, `grouped`, and the mover `staged`",
 )
 
 _CACHE_DIR = Variable(
@@ -98,6 +98,11 @@ def disabled_paths(known: frozenset[str]) -> frozenset[str]:
     given = os.environ.get(_DISABLE_PATHS.name, "")
     names = frozenset(name.strip() for name in given.split(",") if name.strip())
     unknown = sorted(names - known)
+    if "direct" in unknown:
+        raise ConfigError(
+            f"{_DISABLE_PATHS.name}={given!r}: direct cannot be switched off, for it carries what "
+            f"cannot be staged; take it out, and ask for mover='staged' where an engine is made"
+        )
     if unknown:
         raise ConfigError(
             f"{_DISABLE_PATHS.name}={given!r}: {', '.join(unknown)} is no path; the paths are "
