@@ -19,7 +19,6 @@ from kvferry.types import Direction, Layout, Mover
 if TYPE_CHECKING:
     from kvferry.geometry import Geometry
     from kvferry.transfer import DeviceProfile, RoutePreview
-    from kvferry.transfer.staging import Group
 
 __all__ = ["OF_A_PLAN", "add_plan_options", "run_plan"]
 
@@ -229,7 +228,8 @@ def _told_of(asked: _Asked, preview: RoutePreview) -> Iterator[str]:
             f"that there are few routes",
         )
     if route.mover is Mover.STAGED:
-        yield from _wrapped("copies", f"of each page: {_widths(route.groups)}")
+        widths = [tuple(band.width for band in group.bands) for group in route.groups]
+        yield from _wrapped("copies", f"of each page: {_widths(widths)}")
         yield from _wrapped("", _calls(preview))
     for one in preview.kernels:
         reason = one.reason.removeprefix(f"{one.kernel}: ")
@@ -247,19 +247,19 @@ def _steps(sizes: Sequence[int]) -> str:
     return f"{len(sizes):,}, of {', '.join(each[:-1])}{' and ' * (len(each) > 1)}{each[-1]} layers"
 
 
-def _widths(groups: Sequence[Group]) -> str:
-    """The bytes of a page that are copied in each step, with equal steps together."""
+def _widths(steps: Sequence[tuple[int, ...]]) -> str:
+    """The bytes of a page that are copied in each step, band by band; equal steps together."""
     told: list[str] = []
     step = 1
-    for widths, count in _equal([tuple(band.width for band in group.bands) for group in groups]):
+    for widths, count in _equal(steps):
         bands = " + ".join(
             f"{width:,}" if many == 1 else f"{many} x {width:,}" for width, many in _equal(widths)
         )
         last = step + count - 1
-        steps = {1: f"step {step}", 2: f"steps {step} and {last}"}.get(
+        where = {1: f"step {step}", 2: f"steps {step} and {last}"}.get(
             count, f"steps {step} to {last}"
         )
-        told.append(f"{bands}{'' if told else ' bytes'} in {steps}")
+        told.append(f"{bands}{'' if told else ' bytes'} in {where}")
         step += count
     return ", ".join(told)
 
