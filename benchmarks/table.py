@@ -56,6 +56,7 @@ def tables(told: Mapping[str, Any]) -> Iterator[str]:
         f"{(machine['commit'] or 'unknown')[:12]}."
     )
     yield ""
+    yield from _proofs(told["steps"])
     yield from _targets(results)
     for name, result in results.items():
         if name.startswith(("direct_", "staged_")):
@@ -68,6 +69,34 @@ def tables(told: Mapping[str, Any]) -> Iterator[str]:
             yield f"`{_command(results[name])}`"
             yield ""
             yield from render(results[name])
+
+
+# ---------------------------------------------------------------------------------------- proofs
+
+_PROOFS = {
+    "pytest": "tests on the GPU",
+    "selftest": "`kvferry selftest`",
+    "memcheck": "compute-sanitizer, memcheck",
+    "racecheck": "compute-sanitizer, racecheck",
+    "initcheck": "compute-sanitizer, initcheck",
+    "long_write_backs": "200 write-backs of 2,048 pages through staging for 7",
+    "long_contexts": "long contexts through a host pool that cannot hold them",
+}
+_TOLD = re.compile(r"\d+ passed[^=\n]*|\d+ transfers on [^\n]*|\d+ hazards displayed|\d+ errors?\b")
+
+
+def _proofs(steps: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """What was shown to be right, before what was shown to be fast."""
+    shown = [(name, steps[name]) for name in _PROOFS if name in steps]
+    if not shown:
+        return
+    yield "| step | status | it says | seconds |"
+    yield "|---|---|---|---|"
+    for name, step in shown:
+        says = "; ".join(_TOLD.findall(step.get("output") or "")) or "-"
+        status = _bold(step["status"], step["status"] != "passed")
+        yield f"| {_PROOFS[name]} | {status} | {says} | {step['seconds']:.0f} |"
+    yield ""
 
 
 # --------------------------------------------------------------------------------------- targets

@@ -6,9 +6,11 @@ Nothing is read at import: each function looks when it is called.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 
 from kvferry.errors import ConfigError
 
@@ -18,8 +20,11 @@ __all__ = [
     "Variable",
     "bad_variables",
     "cache_folder",
+    "config_file",
     "debug_checks",
     "disabled_paths",
+    "setting_texts",
+    "setting_variable",
 ]
 
 
@@ -56,7 +61,24 @@ _DEBUG = Variable(
     meaning="check also what only the GPU sees: indices in device memory are copied and looked at",
 )
 
-VARIABLES = (_DISABLE_PATHS, _CACHE_DIR, _DEBUG)
+_CONFIG = Variable(
+    name="KVFERRY_CONFIG",
+    kind="absolute path",
+    default="(none)",
+    meaning="TOML file with the settings of a cache, where none is named in the program",
+)
+
+VARIABLES = (_DISABLE_PATHS, _CACHE_DIR, _DEBUG, _CONFIG)
+"""Those with names of their own. `setting_variable` names one for each setting of the config."""
+
+_PREFIX = "KVFERRY_"
+
+# What a cluster sets in every container beside a service called kvferry, or kvferry-something.
+_SET_BY_CLUSTERS = re.compile(
+    r"KVFERRY_([A-Z0-9]\w*_)?"
+    r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)",
+    re.ASCII,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +105,63 @@ def cache_folder() -> CacheFolder:
         if pathlib.Path(base).is_absolute():
             return CacheFolder(pathlib.Path(base, rest), is_explicit=False)
     return CacheFolder(None, is_explicit=False)
+
+
+def config_file(environ: Mapping[str, str] | None = None) -> pathlib.Path | None:
+    """The file that KVFERRY_CONFIG names, if any; ConfigError where it is no absolute path.
+
+    `environ` is the process's own unless given.
+    """
+    given = (os.environ if environ is None else environ).get(_CONFIG.name, "")
+    if not given:
+        return None
+    if not pathlib.Path(given).is_absolute():
+        raise ConfigError(f"{_CONFIG.name}={given!r} is relative; give an absolute path")
+    return pathlib.Path(given)
+
+
+def setting_variable(section: str, field: str) -> str:
+    """The name of the variable for one setting: ``KVFERRY_<SECTION>_<FIELD>``."""
+    return f"{_PREFIX}{section}_{field}".upper()
+
+
+def setting_texts(
+    tree: Mapping[str, Collection[str]], environ: Mapping[str, str] | None = None
+) -> dict[tuple[str, str], str]:
+    """What the environment says of settings, as text, by (section, field). Empty is not set.
+
+    Args:
+        tree: The fields of each section.
+        environ: The process's own unless given.
+
+    Raises:
+        ConfigError: A variable begins like ours and is none; the message has the nearest. Names
+            that clusters set for a service called kvferry are passed over.
+    """
+    names = {
+        setting_variable(section, field): (section, field)
+        for section, fields in tree.items()
+        for field in fields
+    }
+    known = {*names, *(variable.name for variable in VARIABLES)}
+    found = {}
+    unknown = []
+    for name, text in (os.environ if environ is None else environ).items():
+        if name in names:
+            if text:
+                found[names[name]] = text
+        elif (
+            name.startswith(_PREFIX) and name not in known and not _SET_BY_CLUSTERS.fullmatch(name)
+        ):
+            unknown.append(name)
+    if unknown:
+        told = [
+            f"{name} is no variable of kvferry, the nearest is "
+            f"{difflib.get_close_matches(name, sorted(known), n=1, cutoff=0)[0]}"
+            for name in sorted(unknown)
+        ]
+        raise ConfigError(f"{'; '.join(told)}: rename it, or unset it")
+    return found
 
 
 def debug_checks() -> bool:
@@ -115,6 +194,7 @@ _CHECKS: Mapping[str, Callable[[frozenset[str]], object]] = {
     _DISABLE_PATHS.name: disabled_paths,
     _CACHE_DIR.name: lambda _: cache_folder(),
     _DEBUG.name: lambda _: debug_checks(),
+    _CONFIG.name: lambda _: config_file(),
 }
 
 

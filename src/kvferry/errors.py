@@ -9,6 +9,8 @@ found, the limit it broke and what to do next.
     │   └── UnknownArchitectureError        a model config kvferry cannot read
     ├── ViewError (ValueError)              a tensor that does not fit its plane or its storage
     ├── PlanError (ValueError)              indices, planes or layers of a transfer are wrong
+    ├── PageKeyError (ValueError)           tokens or a namespace that no page key can be made from
+    ├── PrefixIndexError                    the prefix index was misused, or does not add up
     ├── HostMemoryError
     │   ├── BudgetError (MemoryError)       more host memory was asked for than there is
     │   ├── SlotOwnershipError              a slot was freed twice, or by somebody else
@@ -28,6 +30,7 @@ found, the limit it broke and what to do next.
     │   ├── DriverTooOldError               the driver cannot run what it is given
     │   └── LaunchError                     the driver refused to start a kernel
     ├── ConfigError (ValueError)            an environment variable or option has a bad value
+    ├── MetricsError (ValueError)           a figure that cannot have been measured, or a name twice
     └── MissingDependencyError (ImportError)  an optional package is not installed
 """
 
@@ -47,12 +50,15 @@ __all__ = [
     "KVFerryError",
     "KernelSourceError",
     "LaunchError",
+    "MetricsError",
     "MissingDependencyError",
     "NoDeviceError",
+    "PageKeyError",
     "PinError",
     "PlanError",
     "PoolClosedError",
     "PoolInUseError",
+    "PrefixIndexError",
     "SlotOwnershipError",
     "TransferError",
     "TransferFaultError",
@@ -80,6 +86,14 @@ class ViewError(KVFerryError, ValueError):
 
 class PlanError(KVFerryError, ValueError):
     """Indices, planes, layers or page keys of a transfer that cannot be carried out."""
+
+
+class PageKeyError(KVFerryError, ValueError):
+    """Tokens, content spans or a namespace that no page key can be made from."""
+
+
+class PrefixIndexError(KVFerryError):
+    """A node, slot or pin that the prefix index does not have, or an index that does not add up."""
 
 
 class HostMemoryError(KVFerryError):
@@ -161,7 +175,17 @@ class LaunchError(DriverError):
 
 
 class ConfigError(KVFerryError, ValueError):
-    """An environment variable or an option has a value that kvferry does not accept."""
+    """An environment variable or an option has a value that kvferry does not accept.
+
+    Attributes:
+        settings: what it is about, as ``section.field``; empty where no setting of the config is.
+    """
+
+    settings: tuple[str, ...] = ()
+
+
+class MetricsError(KVFerryError, ValueError):
+    """A figure that cannot have been measured, or a metric that the registry has already."""
 
 
 class MissingDependencyError(KVFerryError, ImportError):

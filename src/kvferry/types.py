@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["Direction", "Layout", "Mover", "SlotKind"]
+__all__ = ["Direction", "Layout", "Mover", "SlotKind", "Tier"]
 
 
 class Direction(enum.StrEnum):
@@ -48,3 +48,16 @@ class SlotKind(enum.StrEnum):
 
     STATE = "state"
     """One checkpoint of every plane that exists only at an exact token boundary."""
+
+
+class Tier(enum.StrEnum):
+    """A kind of memory that holds pages, nearest to the computation first."""
+
+    DEVICE = "device"
+    """The accelerator's memory, or on the CPU path the engine's own tensors."""
+
+    HOST = "host"
+    """Main memory."""
+
+    STORAGE = "storage"
+    """Disks and object stores."""

@@ -487,6 +487,16 @@ def test_a_bad_variable_that_nothing_here_needs_is_a_failure(
     assert last == "kvferry works here in part. Failed: environment."
 
 
+def test_a_setting_that_is_not_accepted_is_a_failure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    """A variable that begins like ours and is none; others are checked by `kvferry config`."""
+    monkeypatch.setenv("KVFERRY_NONSENSE", "1")
+    told = _printed(capsys, 1)
+    assert told["environment"][1]["found"] == "settings: not accepted"
+    assert "KVFERRY_NONSENSE is no variable" in told["environment"][1]["advice"]
+
+
 def test_every_variable_is_checked() -> None:
     """None that kvferry reads is left out."""
     assert set(_CHECKS) == {variable.name for variable in VARIABLES}

@@ -49,7 +49,13 @@ _SLOWED = {"alone_ms": 1.5, "beside_ms": 1.6, "slowdown": 0.067, "extra_ms_per_g
 _RESULTS = {
     "machine": _MACHINE,
     "steps": {
-        "pytest": {"result": None},
+        "pytest": {
+            "result": None, "status": "passed", "seconds": 61.2,
+            "output": "...\n750 passed, 77 deselected in 60.48s\n",
+        },
+        "racecheck": {
+            "result": None, "status": "failed", "seconds": 5.0, "output": "3 hazards displayed (3",
+        },
         "direct_layer_first": {
             "result": {
                 "command": "benchmarks/gpu/throughput.py --layouts layer_first",
@@ -116,6 +122,7 @@ _RESULTS = {
             }
         },
         "long_contexts": {
+            "status": "passed", "seconds": 301.0, "output": "",
             "result": {
                 "command": "benchmarks/gpu/long_contexts.py",
                 "rows": [
@@ -144,6 +151,16 @@ def _run(
         check=False,
         timeout=60,
     )
+
+
+def test_what_was_shown_right_comes_first(tmp_path: Path) -> None:
+    """Each step with what it says, and a failed one stands out; others have no row."""
+    told = _run(tmp_path).stdout.splitlines()
+    rows = [line for line in told if line.startswith(("| tests on", "| compute-sanitizer"))]
+    assert rows == [
+        "| tests on the GPU | passed | 750 passed, 77 deselected in 60.48s | 61 |",
+        "| compute-sanitizer, racecheck | **failed** | 3 hazards displayed | 5 |",
+    ]
 
 
 def test_the_table_has_figures_targets_and_what_misses_them(tmp_path: Path) -> None:

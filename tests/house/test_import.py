@@ -15,7 +15,10 @@ import pytest
 import kvferry
 
 _PACKAGE = Path(kvferry.__file__).parent
-_HEAVY = ("accelerate", "cuda", "gguf", "numpy", "rich", "sglang", "torch", "transformers", "vllm")
+_HEAVY = (
+    *("accelerate", "cuda", "gguf", "numpy", "prometheus_client", "rich", "sglang", "torch"),
+    *("transformers", "vllm"),
+)
 
 # Runs in a fresh interpreter. The hook cannot be taken out again, and it must be in before the
 # import: hence a child. Argument 1 is the folder to import from.

@@ -89,12 +89,32 @@ def test_every_folder_has_a_door() -> None:
     assert [folder for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
 
 
+# A parameter that is called environ is none of the process's.
+_READS_THE_ENVIRONMENT = re.compile(r"\.environb?\b|\bgetenvb?\b|\bimport\b.*\benvironb?\b")
+
+
 def test_the_environment_is_read_in_one_place() -> None:
     """Only env.py touches the process's environment."""
-    pattern = re.compile(r"\benviron\b|\bgetenv\b")
     readers = [str(path.relative_to(_PACKAGE)) for path in _modules()
-               if pattern.search(path.read_text())]  # fmt: skip
+               if _READS_THE_ENVIRONMENT.search(path.read_text())]  # fmt: skip
     assert readers == ["env.py"]
+
+
+@pytest.mark.parametrize(
+    ("line", "is_seen"),
+    [
+        ("os.environ['KVFERRY_X']", True),
+        ("posix.environb.get(b'X')", True),
+        ("os.getenv('KVFERRY_X')", True),
+        ("from os import environ", True),
+        ("from os import path, environ as variables", True),
+        ("def resolve(environ: Mapping[str, str]) -> None: ...", False),
+        ("config_file(environ)", False),
+    ],
+)
+def test_readers_of_the_environment_are_recognised(line: str, is_seen: bool) -> None:
+    """The pattern above tells the process's environment from a mapping of that name."""
+    assert bool(_READS_THE_ENVIRONMENT.search(line)) is is_seen
 
 
 def _side_entrances(source: str, folder: str) -> list[str]:

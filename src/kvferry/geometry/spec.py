@@ -153,6 +153,17 @@ class Geometry:
         """Every span of a slot of `kind`, by model layer, then plane; the same tuple each time."""
         return self._moves[kind]
 
+    @functools.cached_property
+    def _model_layers(self) -> dict[SlotKind, tuple[int, ...]]:
+        return {
+            kind: tuple(dict.fromkeys(span.model_layer for span in spans))
+            for kind, spans in self._moves.items()
+        }
+
+    def model_layers(self, kind: SlotKind = SlotKind.PAGE) -> tuple[int, ...]:
+        """The model layers that keep something in a slot of `kind`, in ascending order."""
+        return self._model_layers[kind]
+
     def payload_bytes(self, kind: SlotKind = SlotKind.PAGE) -> int:
         """The bytes of KV in one slot of `kind`, padding not counted."""
         return sum(span.num_bytes for span in self.spans(kind))

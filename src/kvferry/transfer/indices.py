@@ -134,9 +134,12 @@ def host_indices(what: str, given: Any) -> NDArray[np.int64]:
 def run_length(rows: NDArray[np.int64]) -> int:
     """How many of a page's rows surely lie side by side, and begin on a multiple; ``[N, R]``."""
     run = rows.shape[1]
-    breaks = np.flatnonzero(np.diff(rows.ravel()) != 1) + 1
+    flat = rows.ravel()
+    breaks = np.flatnonzero(flat[1:] - flat[:-1] != 1) + 1
     if breaks.size:
         run = math.gcd(run, int(np.gcd.reduce(breaks)))
+    if run == 1:
+        return 1
     starts = rows[:, ::run]
     return math.gcd(run, int(np.gcd.reduce(starts.ravel()))) if starts.size else run
 

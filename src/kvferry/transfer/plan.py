@@ -99,6 +99,8 @@ class TransferPlan:
     @functools.cached_property
     def model_layers(self) -> tuple[int, ...]:
         """The model layers that the plan touches, in the order they arrive."""
+        if self.spans is self.geometry.spans_by_layer(self.kind):
+            return self.geometry.model_layers(self.kind)
         return tuple(dict.fromkeys(span.model_layer for span in self.spans))
 
     @functools.cached_property

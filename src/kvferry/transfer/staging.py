@@ -300,9 +300,9 @@ def wants_one_call(num_calls: int, num_parts: int) -> bool:
 
 def runs_of(host_slots: NDArray[np.int64]) -> list[Run]:
     """The runs of a plan's host slots, in the plan's order."""
-    if not host_slots.size:
-        return []
-    begins = np.flatnonzero(np.diff(host_slots) != 1) + 1
+    if host_slots.size < 2:  # of which there are many, and numpy costs by the call
+        return [Run(0, slot, 1) for slot in host_slots.tolist()]
+    begins = np.flatnonzero(host_slots[1:] - host_slots[:-1] != 1) + 1
     first = [0, *begins.tolist()]
     ends = [*first[1:], host_slots.size]
     slots = host_slots[first].tolist()

@@ -83,7 +83,7 @@ def _environment(host: HostReading) -> Check:
             "environment",
             Status.FAIL,
             f"{', '.join(host.bad_variables)}: not accepted",
-            "; ".join(host.bad_variables.values()),
+            "; ".join(dict.fromkeys(host.bad_variables.values())),
         )
     return Check("environment", Status.OK, "no KVFERRY_ variable has a bad value")
 

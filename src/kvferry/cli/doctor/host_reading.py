@@ -64,7 +64,7 @@ def read_host(
 ) -> HostReading:
     """Read the machine as it is now; `bus_ids` are those of its GPUs."""
     from kvferry.kernels import native_library
-    from kvferry.transfer import available_cpu_paths, check_environment
+    from kvferry.transfer import available_cpu_paths
 
     proc, sys_folder = Path(proc_root), Path(sys_root)
     memory, memory_error = None, None
@@ -98,8 +98,21 @@ def read_host(
         cpu_paths=paths,
         cpu_paths_error=paths_error,
         has_compiled_path=native_library() is not None,
-        bad_variables=check_environment(),
+        bad_variables=_bad_variables(),
     )
+
+
+def _bad_variables() -> dict[str, str]:
+    """Those with names of their own, then the settings of a cache, which a file may give too."""
+    from kvferry.config import Config
+    from kvferry.transfer import check_environment
+
+    found = check_environment()
+    try:
+        Config.resolve()
+    except KVFerryError as bad:
+        found.setdefault("settings", str(bad))
+    return found
 
 
 def parse_list(text: str) -> tuple[int, ...]:

@@ -1,0 +1,43 @@
+"""The settings of a cache: one tree, four sources, one precedence. docs/configuration.md lists all.
+
+Importing this reads nothing; `Config.resolve` reads the file and the environment.
+"""
+
+from kvferry.config.options import SECRET, Options
+from kvferry.config.resolved import PRECEDENCE, Origin, OriginKind, Resolved
+from kvferry.config.sections import (
+    HostConfig,
+    HostShares,
+    IntegrityConfig,
+    LoadConfig,
+    MetricsConfig,
+    PrefetchConfig,
+    StorageConfig,
+    StoreConfig,
+    TransferConfig,
+)
+from kvferry.config.setting import Section, Setting, settings_of
+from kvferry.config.tree import SECTIONS, Config
+
+__all__ = [
+    "PRECEDENCE",
+    "SECRET",
+    "SECTIONS",
+    "Config",
+    "HostConfig",
+    "HostShares",
+    "IntegrityConfig",
+    "LoadConfig",
+    "MetricsConfig",
+    "Options",
+    "Origin",
+    "OriginKind",
+    "PrefetchConfig",
+    "Resolved",
+    "Section",
+    "Setting",
+    "StorageConfig",
+    "StoreConfig",
+    "TransferConfig",
+    "settings_of",
+]
