@@ -20,6 +20,9 @@ found, the limit it broke and what to do next.
     ├── TransferError
     │   ├── TransferFaultError              a copy failed while it ran
     │   └── TransferTimeoutError (TimeoutError)
+    ├── RankError                           ranks could not agree: one is dead, broken or gave up
+    │   ├── RankMismatchError               ranks made different calls
+    │   └── RankTimeoutError (TimeoutError) a rank did not come in time
     ├── JITError
     │   ├── KernelSourceError               a kernel's text, header or option is not as it must be
     │   ├── CompileError                    the compiler refused a kernel
@@ -29,6 +32,7 @@ found, the limit it broke and what to do next.
     │   ├── NoDeviceError                   there is no driver, or no such GPU
     │   ├── DriverTooOldError               the driver cannot run what it is given
     │   └── LaunchError                     the driver refused to start a kernel
+    ├── TraceError (ValueError)             a trace of requests that cannot be replayed
     ├── ConfigError (ValueError)            an environment variable or option has a bad value
     ├── MetricsError (ValueError)           a figure that cannot have been measured, or a name twice
     └── MissingDependencyError (ImportError)  an optional package is not installed
@@ -59,7 +63,11 @@ __all__ = [
     "PoolClosedError",
     "PoolInUseError",
     "PrefixIndexError",
+    "RankError",
+    "RankMismatchError",
+    "RankTimeoutError",
     "SlotOwnershipError",
+    "TraceError",
     "TransferError",
     "TransferFaultError",
     "TransferTimeoutError",
@@ -132,6 +140,18 @@ class TransferTimeoutError(TransferError, TimeoutError):
     """A wait reached its deadline; the transfer itself goes on."""
 
 
+class RankError(KVFerryError):
+    """Ranks could not agree: one is dead, has closed or gave up. They are broken from then on."""
+
+
+class RankMismatchError(RankError):
+    """Ranks made different calls, or brought different numbers of values; all of them raise it."""
+
+
+class RankTimeoutError(RankError, TimeoutError):
+    """A rank did not come before the deadline."""
+
+
 class JITError(KVFerryError):
     """A kernel could not be built."""
 
@@ -172,6 +192,10 @@ class DriverTooOldError(DriverError):
 
 class LaunchError(DriverError):
     """The driver refused to start a kernel, or reported an earlier kernel's failure instead."""
+
+
+class TraceError(KVFerryError, ValueError):
+    """A trace that cannot be read, or in which a line is no request; the message has its number."""
 
 
 class ConfigError(KVFerryError, ValueError):

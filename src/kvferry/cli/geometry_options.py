@@ -29,6 +29,7 @@ def add_geometry_options(
     parser: argparse._ActionsContainer,
     *,
     optional: bool = False,
+    option: str | None = None,
     page_size: str = "tokens a page (64)",
     kv_dtypes: str = "`kvferry geometry --help` lists the names",
 ) -> None:
@@ -37,15 +38,17 @@ def add_geometry_options(
     Args:
         parser: Of a command, or a group of its arguments.
         optional: The command also works without CONFIG.
+        option: The name of the option that CONFIG is the value of, and which must be given; None:
+            it is an argument of its own.
         page_size: What ``--page-size`` is.
         kv_dtypes: Where the names are that ``--kv-dtype`` takes.
     """
-    parser.add_argument(
-        "config",
-        metavar="CONFIG",
-        nargs="?" if optional else None,
-        help="a Hugging Face config.json, the folder that holds it, or a JSON file with planes",
-    )
+    told = "a Hugging Face config.json, the folder that holds it, or a JSON file with planes"
+    if option is None:
+        nargs = "?" if optional else None
+        parser.add_argument("config", metavar="CONFIG", nargs=nargs, help=told)
+    else:
+        parser.add_argument(option, dest="config", metavar="CONFIG", required=True, help=told)
     # Defaults stand in the library. None here tells an option that was not given.
     parser.add_argument("--tp", type=whole_number, metavar="N", help="tensor-parallel ranks (1)")
     parser.add_argument("--tp-rank", type=whole_number, metavar="R", help="this rank (0)")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol, TextIO
 
 from kvferry import __version__
-from kvferry.cli import calibrate, config, doctor, explain, geometry, selftest
+from kvferry.cli import calibrate, config, doctor, explain, geometry, replay, selftest
 from kvferry.errors import KVFerryError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class _Command(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
-_COMMANDS: tuple[_Command, ...] = (geometry, explain, config, selftest, doctor, calibrate)
+_COMMANDS: tuple[_Command, ...] = (geometry, explain, config, replay, selftest, doctor, calibrate)
 
 
 class _Parser(argparse.ArgumentParser):

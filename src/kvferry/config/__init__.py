@@ -3,6 +3,7 @@
 Importing this reads nothing; `Config.resolve` reads the file and the environment.
 """
 
+from kvferry.config.kinds import size_of
 from kvferry.config.options import SECRET, Options
 from kvferry.config.resolved import PRECEDENCE, Origin, OriginKind, Resolved
 from kvferry.config.sections import (
@@ -40,4 +41,5 @@ __all__ = [
     "StoreConfig",
     "TransferConfig",
     "settings_of",
+    "size_of",
 ]

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from kvferry.config.options import Options
+from kvferry.errors import ConfigError
 
 __all__ = [
     "NONE",
@@ -32,6 +33,7 @@ __all__ = [
     "Size",
     "Switch",
     "Word",
+    "size_of",
 ]
 
 NONE = "none"
@@ -245,6 +247,20 @@ class OrNone(Kind):
 
     def read(self, text: str) -> Any:
         return None if text == NONE else self.kind.read(text)
+
+
+def size_of(what: str, text: str) -> int:
+    """The bytes that `text` says, as `8GiB` or a plain number.
+
+    Raises:
+        ConfigError: It says none; the message names `what`.
+    """
+    kind = Size(0)
+    try:
+        found: int = kind.check(kind.read(text))
+    except ValueError as bad:
+        raise ConfigError(f"{what} {text!r} must be {kind.allowed}") from bad
+    return found
 
 
 def _integer(value: Any) -> int:

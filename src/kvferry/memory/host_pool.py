@@ -6,24 +6,25 @@ The memory is one mapping: the slots, then a digest table of one uint64 a (slot,
 from __future__ import annotations
 
 import contextlib
-import mmap
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, SupportsIndex
+from typing import TYPE_CHECKING, Literal, Self, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import BudgetError, PoolInUseError
+from kvferry.errors import PoolInUseError
 from kvferry.geometry import Geometry, PoolView, host_pool_view
-from kvferry.memory.budget import BudgetVerdict, check_budget
+from kvferry.memory.backing import Backing, HugePages
+from kvferry.memory.budget import BudgetVerdict
 from kvferry.memory.busy_slots import BusySlots
-from kvferry.memory.mapping import HostMapping, close_on_exit
+from kvferry.memory.mapping import close_on_exit
 from kvferry.memory.pin_driver import ContextPinDriver
 from kvferry.memory.pinned import register
 from kvferry.memory.pool_layout import PoolLayout
+from kvferry.memory.pool_mapping import PoolMapping, PoolPages
 from kvferry.memory.pool_memory import PoolMemory
-from kvferry.memory.reading import MemoryReading, read_memory
+from kvferry.memory.reading import MemoryReading
 from kvferry.memory.registration import PinDriver, Registration
 from kvferry.memory.slot_owners import SlotOwner, SlotOwners, free_slots_named, why_in_use
 from kvferry.memory.slot_runs import SlotRun, Slots, merge_slots
@@ -49,6 +50,13 @@ class HostPool(PoolMemory):
         num_slots: The number of slots, instead of `num_bytes`.
         kind: What a slot holds.
         locked: Keep the memory out of swap.
+        huge_pages: Which pages to ask for, see `HugePages`; `backing` says which ones came. A pool
+            in reserved huge pages is judged by those that are free, not by ordinary memory.
+        numa_node: The node to take memory from as long as it has some: its number, ``auto`` for
+            that of the device at `device_bus_id`, None as the system chooses.
+        device_bus_id: The PCI address of the device that the pool is for, as its driver has it.
+        shared: Let other processes map the memory by `fd`; see `HostMapping.attach`.
+        threads: How many threads commit the memory; None: one a processor, 16 at most.
         reserve_bytes: What stays free for others; see `check_budget`.
         reading: The memory there is; by default it is read now. Processes that share a host agree
             on whether they fit only when they judge by one reading.
@@ -68,6 +76,11 @@ class HostPool(PoolMemory):
         num_slots: int | None = None,
         kind: SlotKind = SlotKind.PAGE,
         locked: bool = False,
+        huge_pages: HugePages = "auto",
+        numa_node: int | Literal["auto"] | None = None,
+        device_bus_id: str | None = None,
+        shared: bool = False,
+        threads: int | None = None,
         reserve_bytes: int | None = None,
         reading: MemoryReading | None = None,
         processes: int = 1,
@@ -79,20 +92,25 @@ class HostPool(PoolMemory):
         self._slot_bytes = self._layout.slot_bytes
         self._num_slots = self._layout.count_slots(num_bytes, num_slots)
         self._num_bytes = self._layout.total_bytes(self._num_slots)
-        self._budget = check_budget(
+        made = PoolMapping(
+            f"a host pool of {self._num_slots} slots",
             self._num_bytes,
-            read_memory() if reading is None else reading,
+            PoolPages(
+                huge_pages=huge_pages,
+                numa_node=numa_node,
+                device_bus_id=device_bus_id,
+                shared=shared,
+                locked=locked,
+                threads=threads,
+            ),
+            alignment=geometry.slot_alignment,
             reserve_bytes=reserve_bytes,
-            locked=locked,
+            reading=reading,
             processes=processes,
+            unchecked_budget=unchecked_budget,
         )
-        if not self._budget.allowed and not unchecked_budget:
-            raise BudgetError(f"a host pool of {self._num_slots} slots: {self._budget.message}")
-        mapping = HostMapping(
-            self._num_bytes,
-            alignment=max(geometry.slot_alignment, mmap.PAGESIZE),
-            locked=locked,
-        )
+        mapping = made.mapping
+        self._budget, self._backing = made.verdict, made.backing
         super().__init__(
             mapping,
             num_slots=self._num_slots,
@@ -127,13 +145,27 @@ class HostPool(PoolMemory):
 
     @property
     def num_bytes(self) -> int:
-        """What the pool takes of host memory: slots and digest table."""
+        """Slots and digest table; `backing` has what whole pages for them take."""
         return self._num_bytes
 
     @property
     def budget(self) -> BudgetVerdict:
         """The verdict on the pool's size, from when it was made."""
         return self._budget
+
+    @property
+    def backing(self) -> Backing:
+        """What its memory is, from when it was made: which pages, where, and why not others."""
+        return self._backing
+
+    @property
+    def fd(self) -> int:
+        """The descriptor of a shared pool's memory: slots, then digests. The pool closes it.
+
+        Raises ConfigError where the pool is not shared.
+        """
+        self._check_open()
+        return self._mapping.fd
 
     @property
     def closed(self) -> bool:
@@ -321,4 +353,9 @@ class HostPool(PoolMemory):
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.num_free} of {self._num_slots} free"
-        return f"HostPool({self._kind.value} slots of {self._slot_bytes} B, {state})"
+        notes = len(self._backing.notes)
+        more = f", {notes} note{'s' * (notes > 1)} in backing" if notes else ""
+        return (
+            f"HostPool({self._kind.value} slots of {self._slot_bytes} B, {state}; "
+            f"{self._backing.summary}{more})"
+        )

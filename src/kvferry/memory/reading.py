@@ -43,6 +43,9 @@ class MemoryReading:
     huge_free_bytes: int = 0
     """Huge pages of the default size that are neither used nor promised."""
 
+    huge_page_bytes: int = 2 << 20
+    """That size."""
+
 
 def read_memory(
     *, proc_root: str | Path = "/proc", cgroup_root: str | Path = "/sys/fs/cgroup"
@@ -67,6 +70,7 @@ def read_memory(
         default=(None, 0),
     )
     huge_pages = int(meminfo.get("HugePages_Free", "0")) - int(meminfo.get("HugePages_Rsvd", "0"))
+    huge_page_bytes = _sized(meminfo.get("Hugepagesize", "0"))
     return MemoryReading(
         total_bytes=total,
         available_bytes=available,
@@ -74,7 +78,9 @@ def read_memory(
         cgroup_used_bytes=room[1],
         memlock_limit_bytes=_memlock_limit(status),
         memlock_used_bytes=_sized(status.get("VmLck", "0")),
-        huge_free_bytes=max(huge_pages, 0) * _sized(meminfo.get("Hugepagesize", "0")),
+        huge_free_bytes=max(huge_pages, 0) * huge_page_bytes,
+        # Without a word on huge pages there are none, whatever their size.
+        huge_page_bytes=huge_page_bytes or 2 << 20,
     )
 
 
