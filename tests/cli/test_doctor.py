@@ -20,6 +20,7 @@ from kvferry.cli.doctor.gpu_probe import _try_cache
 from kvferry.cli.doctor.gpu_report import GpuReading, GpuReport, ask_gpus, read_report
 from kvferry.cli.doctor.host_reading import HostReading, Slot, parse_list, read_host
 from kvferry.cli.doctor.transfer_probe import round_trip_error
+from kvferry.env import _CHECKS, VARIABLES
 from kvferry.errors import CubinCacheError
 from kvferry.kernels.jit import CubinCache
 from kvferry.memory import MemoryReading
@@ -84,8 +85,8 @@ def test_a_sound_machine_has_nothing_to_be_told() -> None:
     assert all(check.found and not check.advice for check in diagnosis.checks)
     names = [check.name for check in diagnosis.checks]
     assert names == [
-        "driver", "gpu 0", "compiler", "kernel_cache", "link 0", "profile 0", "numa", "host_memory",
-        "memlock", "huge_pages", "cpu_paths", "gpu_paths",
+        "environment", "driver", "gpu 0", "compiler", "kernel_cache", "link 0", "profile 0", "numa",
+        "host_memory", "memlock", "huge_pages", "cpu_paths", "gpu_paths",
     ]  # fmt: skip
     assert _check(diagnosis, "driver").found == "NVIDIA driver 580.159.04, CUDA 13.0"
     assert "55.5 GB/s to the GPU, 55.4 GB/s from it" in _check(diagnosis, "link 0").found
@@ -114,7 +115,7 @@ def test_without_a_gpu_the_cpu_paths_do() -> None:
     diagnosis = _diagnosed(
         host={"driver_release": None, "slots": ()},
         compiler=None,
-        compiler_error="pip install 'kvferry[cuda13]'",
+        compiler_error="pip install 'cuda-bindings==13.*'",
         **_NO_GPU,
     )
     assert diagnosis.some_path_works
@@ -122,7 +123,7 @@ def test_without_a_gpu_the_cpu_paths_do() -> None:
     assert "no libcuda.so.1" in _check(diagnosis, "driver").found
     assert "CPU paths" in _check(diagnosis, "driver").advice
     assert _check(diagnosis, "compiler") == Check(
-        "compiler", Status.WARN, "none", "pip install 'kvferry[cuda13]'"
+        "compiler", Status.WARN, "none", "pip install 'cuda-bindings==13.*'"
     )
     assert _check(diagnosis, "gpu_paths").found == "none: there is no GPU to use"
 
@@ -136,7 +137,7 @@ def test_without_a_gpu_the_cpu_paths_do() -> None:
         ({"gpu": {"capability": (7, 5)}}, "gpu 0", "fail", "need 8.0"),
         ({"gpu": {"error": "busy"}}, "gpu 0", "fail", "cannot be used: busy"),
         ({"compiler_error": "no NVRTC"}, "compiler", "fail", "no NVRTC"),
-        ({"driver": (12, 8)}, "compiler", "fail", "kvferry[cuda12]"),
+        ({"driver": (12, 8)}, "compiler", "fail", "nvidia-cuda-nvrtc-cu12>=12.9,<13"),
         ({"cache_error": "everybody may write"}, "kernel_cache", "fail", "everybody"),
         ({"cache_reason": "/x: read-only"}, "kernel_cache", "warn", "KVFERRY_CACHE_DIR"),
         ({"cache_folder": None, "cache_reason": "full"}, "kernel_cache", "warn", "memory only"),
@@ -461,8 +462,44 @@ def test_bad_settings_are_findings(
     monkeypatch.setenv("KVFERRY_CACHE_DIR", "not/absolute")
     monkeypatch.setenv("KVFERRY_DISABLE_PATHS", "cpu,nonsense")
     told = _printed(capsys, 1)
+    status, check = told["environment"]
+    assert (status, check["found"]) == (
+        "fail",
+        "KVFERRY_DISABLE_PATHS, KVFERRY_CACHE_DIR: not accepted",
+    )
+    assert "nonsense is no path" in check["advice"]
     assert "nonsense" in told["cpu_paths"][1]["advice"]
     assert "not/absolute" in told["kernel_cache"][1]["advice"]
+    assert main(["doctor"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("No transfer path works here. Failed: environment, kernel_cache, ")
+
+
+def test_a_bad_variable_that_nothing_here_needs_is_a_failure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    """Paths work, and the status says all the same that something is wrong."""
+    monkeypatch.setenv("KVFERRY_DEBUG", "yes")
+    told = _printed(capsys, 1)
+    assert told["environment"][1]["advice"] == "KVFERRY_DEBUG='yes' must be 0 or 1"
+    assert main(["doctor"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "kvferry works here in part. Failed: environment."
+
+
+def test_a_setting_that_is_not_accepted_is_a_failure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    """A variable that begins like ours and is none; others are checked by `kvferry config`."""
+    monkeypatch.setenv("KVFERRY_NONSENSE", "1")
+    told = _printed(capsys, 1)
+    assert told["environment"][1]["found"] == "settings: not accepted"
+    assert "KVFERRY_NONSENSE is no variable" in told["environment"][1]["advice"]
+
+
+def test_every_variable_is_checked() -> None:
+    """None that kvferry reads is left out."""
+    assert set(_CHECKS) == {variable.name for variable in VARIABLES}
 
 
 @pytest.fixture(scope="module")
@@ -511,7 +548,7 @@ def test_a_gpu_that_is_a_stub(
             timeout=60,
         )  # fmt: skip
         assert ran.stdout == "()\n"
-    told = _printed(capsys, 0)
+    told = _printed(capsys, 1)
     assert told[name][0] == status
     assert said in f"{told[name][1]['found']} {told[name][1]['advice']}"
     if not fault:
@@ -528,7 +565,7 @@ def test_words(capsys: pytest.CaptureFixture[str], own_cache: Path) -> None:
     out, err = capsys.readouterr()
     assert err == ""
     lines = out.splitlines()
-    assert lines[0].split()[:2] in (["ok", "driver"], ["warn", "driver"], ["fail", "driver"])
+    assert lines[0].split()[:2] == ["ok", "environment"]
     assert "works here" in lines[-1]
     assert any(line.split()[1:2] == ["host_memory"] for line in lines)
     # Words that cannot be broken, such as paths, may be longer.

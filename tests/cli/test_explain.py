@@ -12,8 +12,8 @@ from kvferry.cli import main
 _GROUPED = ("unroll", "threads", "bytes_per_thread", "package", "packages_per_thread")
 
 
-def _printed(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
-    assert main(["explain", *args, "--json"]) == 0
+def _printed(capsys: pytest.CaptureFixture[str], *args: str, status: int = 0) -> Any:
+    assert main(["explain", *args, "--json"]) == status
     out, err = capsys.readouterr()
     assert err == ""
     return json.loads(out)
@@ -73,13 +73,17 @@ def test_a_path_that_is_switched_off_is_not_chosen(
     assert told["flat"]["eligible"] is False
     assert told["flat"]["reason"] == "switched off by KVFERRY_DISABLE_PATHS"
     monkeypatch.setenv("KVFERRY_DISABLE_PATHS", "realign, flat")
-    told = _printed(capsys, "--element-size", "656", "--unroll", "8")
+    told = _printed(capsys, "--element-size", "656", "--unroll", "8", status=1)
     assert told["chosen"] is None
     assert told["grouped"]["reason"] == "its digests are made by realign, which is switched off"
-    assert main(["explain", "--element-size", "656"]) == 0
+    assert main(["explain", "--element-size", "656"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Elements of 656 bytes, each on its own: no path"
-    assert [line.split()[1] for line in lines[2:]] == ["cannot"] * 3
+    assert [line.split()[1] for line in lines[2:5]] == ["cannot"] * 3
+    assert lines[-1] == "An engine refuses to carry them."
+    monkeypatch.setenv("KVFERRY_DISABLE_PATHS", "realign, flat, grouped")
+    assert main(["explain", "--element-size", "656"]) == 2
+    assert "every path for GPU pools is switched off" in capsys.readouterr().err
     monkeypatch.setenv("KVFERRY_DISABLE_PATHS", "flatt")
     assert main(["explain", "--element-size", "656"]) == 2
     assert "flatt is no path" in capsys.readouterr().err
@@ -93,7 +97,7 @@ def test_spans_that_kernels_cannot_count_have_no_path(
 ) -> None:
     """From 2^31 bytes on all three refuse, with the length and the limit."""
     args = ["--element-size", str(element_size), "--page-size", str(page_size), "--unroll", "4"]
-    told = _printed(capsys, *args)
+    told = _printed(capsys, *args, status=1)
     assert told["chosen"] is None
     for path in ("flat", "realign", "grouped"):
         assert told[path]["eligible"] is False

@@ -94,22 +94,29 @@ def test_words(capsys: pytest.CaptureFixture[str]) -> None:
     told = _words(capsys, *_SIZED, "--direction", "store")
     for expected in (
         "profile built-in (no GPU can be used here)",
-        "store 12,288 tokens in 192 pages of 64, 491.7 MB, in 1 run of neighbouring page_major",
-        "planned as 128 pages in 1 run",
-        "mover staged why staged by pages: the copy engine is faster",
+        "store 12,288 tokens in 192 pages of 64, 491.7 MB; the host pool is page_major, and the",
+        "pages lie there in 1 run of neighbours",
+        "mover staged, by pages: the copy engine is faster",
         "estimated direct",
         "staged by layers",
-        "steps of 61 layers copies of 2,561,024 bytes a page copy calls",
-        "strided), in",
+        "steps 1, of 61 layers as planned for 128 pages in 1 run: counts are rounded",
+        "copies of each page: 2,561,024 bytes in step 1 in 19 calls for 19 pieces of staging: 19",
         "kernel flat for kv, 61 layers: spans of 656 bytes move in 16-byte packages",
     ):
         assert expected in told
     assert "load" not in told
     told = _words(capsys, "--element-size", "131", "--layers", "2", "--tokens", "1")
-    assert "load 1 token in 1 page of 64, 16.8 KB, in 1 run" in told
-    assert "planned as" not in told
+    assert "load 1 token in 1 page of 64, 16.8 KB; the host pool is page_major" in told
+    assert "as planned" not in told
     assert "kernel realign for kv, 2 layers: flat: " in told
-    assert "why faster than staged" in told
+    assert "mover direct, faster than staged" in told
+    told = _words(capsys, *_SIZED, "--direction", "load", "--host-run", "8")
+    assert "steps 7, of 2, 2, 4, 8, 16, 16 and 13 layers" in told
+    assert "83,968 bytes in steps 1 and 2, 167,936 in step 3, " in told
+    assert "in 20 calls for 20 pieces of staging: 1 strided, 19 of many pages each" in told
+    told = _words(capsys, *_SIZED, "--direction", "load", "--host-layout", "layer_first")
+    assert "steps 18, of 1, 1, 2, 4 (14 times) and 1 layers" in told
+    assert "2 x 41,984 in step 3, 4 x 41,984 in steps 4 to 17" in told
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -162,6 +169,16 @@ def test_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(map(len, load["copy_widths"])) == set(load["layers_per_step"])
     err = _refused(capsys, "--plan", *_SIZED, "--host-layout", "token_major", "--mover", "staged")
     assert "this transfer cannot be staged" in err
+    large = ("--element-size", "65536", "--layers", "2", "--tokens", "64")
+    err = _refused(capsys, "--plan", *large, "--staging-mib", "1")
+    assert "staging_bytes=1,048,576 is too little" in err
+    err = _refused(capsys, "--plan", *_SIZED, "--staging-mib", "0", "--mover", "staged")
+    assert "staging_bytes is 0; change that, or leave mover out" in err
+    err = _refused(
+        capsys, "--plan", "--element-size", "3000000000", "--layers", "1", "--tokens", "1"
+    )
+    assert "cannot move as asked: " in err
+    assert "choose a smaller page_size" in err
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -178,7 +195,10 @@ def test_profiles_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         path.write_text(bad)
         assert f"--profile {path}: " in _refused(capsys, "--plan", *_SIZED, "--profile", str(path))
     err = _refused(capsys, "--plan", *_SIZED, "--profile", str(tmp_path / "absent"))
-    assert "No such file" in err
+    assert "cannot be read (No such file or directory); name a file that kvferry calibrate" in err
+    path.write_text('{"model_type": "llama"}')
+    err = _refused(capsys, "--plan", *_SIZED, "--profile", str(path))
+    assert "it is no device profile, as it has no field `format`" in err
 
 
 def test_the_profile_of_this_machine(
@@ -211,9 +231,10 @@ def test_kernels_that_are_switched_off(
     assert load["reason"] == "not staged: switched off by KVFERRY_DISABLE_PATHS"
     assert [one["kernel"] for one in load["kernels"]] == ["realign"]
     monkeypatch.setenv("KVFERRY_DISABLE_PATHS", "flat,realign,grouped")
-    (load, _) = _printed(capsys, *_SIZED)["routes"]
-    assert [one["kernel"] for one in load["kernels"]] == [None]
-    assert "kernel none for kv, 61 layers: flat: switched off" in _words(capsys, *_SIZED)
+    assert "every path for GPU pools is switched off" in _refused(capsys, "--plan", *_SIZED)
+    monkeypatch.setenv("KVFERRY_DISABLE_PATHS", "flat,realign")
+    err = _refused(capsys, "--plan", *_SIZED)
+    assert "plane 'kv', layer 0 cannot move as asked: flat: switched off" in err
 
 
 @pytest.mark.usefixtures("no_gpu")

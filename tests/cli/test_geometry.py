@@ -14,7 +14,7 @@ import kvferry
 from kvferry.cli import main
 from kvferry.cli.json_text import json_text
 from kvferry.geometry import Geometry
-from kvferry.geometry.kv_dtype import _FORMATS
+from kvferry.geometry.kv_dtype import KV_DTYPES
 
 GLM_52 = {
     "num_hidden_layers": 78,
@@ -91,6 +91,12 @@ def test_stages_and_draft_layers(config: str, capsys: pytest.CaptureFixture[str]
     assert (draft["name"], draft["layer_ids"]) == ("draft_latent", [78])
 
 
+def test_a_split_of_the_engine_s_own(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """--pp-layers says how many layers each stage has."""
+    told = printed(capsys, config, "--pp-layers", "38,40", "--pp-rank", "1")
+    assert told["planes"][0]["layer_ids"] == list(range(38, 78))
+
+
 def test_overrides(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """--override puts JSON in place of fields."""
     told = printed(
@@ -145,8 +151,15 @@ def test_help_names_every_kv_dtype(capsys: pytest.CaptureFixture[str]) -> None:
     """`kvferry geometry --help` says what each KV dtype is."""
     with pytest.raises(SystemExit):
         main(["geometry", "--help"])
-    words = set(capsys.readouterr().out.split())
-    assert {kept.name for kept in _FORMATS} | {"auto"} <= words
+    words = set(capsys.readouterr().out.replace(",", " ").split())
+    assert set(KV_DTYPES) <= words
+
+
+def test_a_kv_dtype_in_upper_case(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is the same one."""
+    assert printed(capsys, config, "--kv-dtype", "FP8") == printed(
+        capsys, config, "--kv-dtype", "fp8_e4m3"
+    )
 
 
 def test_planes_by_hand(by_hand: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,6 +227,8 @@ def test_options_that_planes_by_hand_do_not_take(
     [
         (["--tp", "0"], "tp must"),
         (["--tp", "2", "--tp-rank", "2"], "tp_rank must"),
+        (["--pp-layers", "40,40"], "pp_layers [40, 40] are 80 layers, and the model has 78"),
+        (["--pp-layers", "40;38"], "--pp-layers '40;38' must be whole numbers with commas"),
         (["--kv-dtype", "int3"], "'int3' is none of"),
         (["--draft-layers", "some"], "draft_layers 'some'"),
         (["--override", "head_dim"], "must be FIELD=JSON"),

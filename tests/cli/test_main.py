@@ -126,3 +126,37 @@ def test_a_folder_that_may_not_be_read(
     assert main(["geometry", str(folder / "planes.json")]) == 2
     assert "cannot read the model config" in (err := capsys.readouterr().err)
     assert "Permission denied" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (
+            ["doctor", "--foo"],
+            "kvferry doctor: error: unknown: --foo (see kvferry doctor --help)",
+        ),
+        (
+            ["geometry", "config.json", "--tp", "two"],
+            (
+                "kvferry geometry: error: argument --tp: 'two' is no whole number; give digits, "
+                "such as 64 (see kvferry geometry --help)"
+            ),
+        ),
+        (["--foo"], "kvferry: error: unknown: --foo (see kvferry --help)"),
+        (
+            ["explain"],
+            (
+                "kvferry explain: error: --element-size is needed, or --plan with a geometry "
+                "(see kvferry explain --help)"
+            ),
+        ),
+    ],
+)
+def test_arguments_that_cannot_be_are_one_line_of_their_command(
+    args: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command that was called says what is wrong and where its options are; status 2."""
+    with pytest.raises(SystemExit) as stopped:
+        main(args)
+    assert stopped.value.code == 2
+    assert capsys.readouterr() == ("", f"{line}\n")

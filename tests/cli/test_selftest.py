@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry.cli.main import main
+from kvferry.errors import NoDeviceError
 from kvferry.testing.round_trip import RoundTrip
 from kvferry.transfer.numpy_mover import move_span_numpy
 from kvferry.transfer.paths import CpuPath
@@ -82,7 +83,7 @@ def test_the_way_out_is_told_when_another_path_is_right(
     assert main(["selftest", "--quick"]) == 1
     out = capsys.readouterr().out
     assert "KVFERRY_DISABLE_PATHS=" not in out
-    assert "Not tested: cpu (switched off by KVFERRY_DISABLE_PATHS)." in out
+    assert "Not tested: cpu. Why: switched off by KVFERRY_DISABLE_PATHS." in out
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -100,7 +101,7 @@ def test_a_path_that_took_no_case_is_told(
         assert "cpu_numpy" not in told["paths"]
         assert told["absent"]["cpu_numpy"] == "took no case"
     else:
-        assert "Not tested: cpu_numpy (took no case)." in out
+        assert "Not tested: cpu_numpy. Why: took no case." in out
         assert "All exact" not in out
         assert out.splitlines()[-1].startswith("What was tested is exact: 160 transfers")
 
@@ -142,3 +143,20 @@ def test_no_path_is_bad_input(
     monkeypatch.setenv("KVFERRY_DISABLE_PATHS", "cpu,cpu_numpy")
     assert main(["selftest", "--quick"]) == 2
     assert "KVFERRY_DISABLE_PATHS" in capsys.readouterr().err
+
+
+def test_why_no_gpu_path_is_tested_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what the driver said, and only what is switched off has that as its reason."""
+
+    def absent() -> None:
+        raise NoDeviceError("the NVIDIA driver does not open (gone); install it")
+
+    monkeypatch.setattr("kvferry.transfer.paths.process_loader", absent)
+    monkeypatch.setenv("KVFERRY_DISABLE_PATHS", "staged")
+    assert main(["selftest", "--quick"]) == 0
+    out = capsys.readouterr().out
+    said = "Not tested: flat, realign, grouped. Why: the NVIDIA driver does not open (gone)"
+    assert out.count(said) == 1
+    assert "Not tested: staged. Why: switched off by KVFERRY_DISABLE_PATHS." in out

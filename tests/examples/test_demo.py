@@ -57,7 +57,7 @@ def test_everything_is_identical(runs: dict[str, tuple[int, str, str]]) -> None:
     assert "23 of 23 pages verified" in out
     assert "page 17 refused" in out
     for size in ("576", "656"):
-        assert f"element of {size} bytes" in out
+        assert f"elements of {size} bytes" in out
 
 
 def test_a_changed_byte_is_noticed(runs: dict[str, tuple[int, str, str]]) -> None:
@@ -79,4 +79,4 @@ def test_missing_packages_are_named(
     assert demo.main(["--random-weights"]) == 2
     message = capsys.readouterr().err
     assert "the demo needs no_such_package:" in message
-    assert "pip install 'kvferry[demo]'" in message
+    assert "pip install '.[demo]'" in message

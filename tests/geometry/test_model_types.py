@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.errors import UnknownArchitectureError
+from kvferry.errors import GeometryError, UnknownArchitectureError
 from kvferry.geometry import read_hf_config
 from kvferry.geometry.models import geometry_from_hf_config
 
@@ -166,3 +166,68 @@ def test_what_is_assumed_is_told(config: dict[str, Any], assumed: list[str]) -> 
     assert len(told) == len(assumed)
     for sentence, expected in zip(sorted(told), sorted(assumed), strict=True):
         assert re.match(expected, sentence), f"{sentence!r} does not say {expected!r}"
+
+
+_LATENTS = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "num_nextn_predict_layers": 1,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "assumed"),
+    [
+        ({**_PLAIN, "model_type": "llama"}, {"tp": 8}, ["^2 ranks keep the same bytes of k and v"]),
+        ({**_PLAIN, "model_type": "llama"}, {"tp": 4}, []),
+        (_LATENTS, {}, ["1 draft layer of the model is left out: draft_layers brings"]),
+        (_LATENTS, {"draft_layers": "layers"}, []),
+        (
+            _LATENTS,
+            {"draft_layers": "planes", "tp": 8},
+            ["all 8 tp ranks keep the same bytes of latent, draft_latent: tp does not split"],
+        ),
+        (
+            _LATENTS,
+            {"draft_layers": "layers", "pp": 4},
+            ["pipeline stages have 16, 15, 15, 15 layers: engines differ"],
+        ),
+        (
+            _LATENTS,
+            {"draft_layers": "layers", "pp": 9},
+            [r"pipeline stages have 7 \(x 7\), then 6 \(x 2\) layers: engines differ"],
+        ),
+        (_LATENTS, {"draft_layers": "layers", "pp_layers": (15, 15, 16, 15)}, []),
+    ],
+)
+def test_what_is_assumed_of_ranks_and_stages_is_told(
+    config: dict[str, Any], options: dict[str, Any], assumed: list[str]
+) -> None:
+    """Replicated planes, draft layers that are left out, and the split over stages."""
+    told = read_hf_config(config, **options).assumed
+    assert len(told) == len(assumed), told
+    for sentence, expected in zip(told, assumed, strict=True):
+        assert re.match(expected, sentence), f"{sentence!r} does not say {expected!r}"
+
+
+def test_ranks_that_cannot_share_the_heads_are_refused() -> None:
+    """Also where the cache itself would not be split."""
+    with pytest.raises(GeometryError, match=r"tp=3 does not divide num_attention_heads 128"):
+        read_hf_config(_LATENTS, tp=3)
+
+
+def test_fields_of_older_models_are_hints() -> None:
+    """Their config is refused with what they may mean, and read when somebody says so."""
+    config = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "n_ctx": 1024}
+    with pytest.raises(UnknownArchitectureError) as refused:
+        read_hf_config(config)
+    message = str(refused.value)
+    assert "missing fields: num_hidden_layers, num_attention_heads. It has n_layer 12," in message
+    assert "--override num_attention_heads=12 --override hidden_size=768" in message
+    assert "by hand" in message
+    named = {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 768}
+    assert read_hf_config(config, overrides=named).geometry.bytes_per_token == 2 * 12 * 768 * 2

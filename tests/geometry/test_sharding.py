@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import GeometryError
-from kvferry.geometry.sharding import HeadShard, replicated, shard_heads, stage_layers
+from kvferry.geometry.sharding import HeadShard, replicated, shard_heads, split_layers, stage_layers
 
 
 def test_heads_of_a_rank() -> None:
@@ -61,9 +61,9 @@ def test_stages_cover_the_layers_in_order(layers: int, pp: int) -> None:
     """Stages follow each other without gap, differ by one layer at most, the longer ones first."""
     if pp > layers:
         with pytest.raises(GeometryError, match=f"pp={pp}"):
-            stage_layers(layers, pp=pp)
+            split_layers(layers, pp=pp)
         return
-    stages = [stage_layers(layers, pp=pp, pp_rank=rank) for rank in range(pp)]
+    stages = [stage_layers(split_layers(layers, pp=pp), rank) for rank in range(pp)]
     assert [layer for s in stages for layer in range(s.first, s.stop)] == list(range(layers))
     lengths = [s.stop - s.first for s in stages]
     assert lengths == sorted(lengths, reverse=True)
@@ -71,13 +71,48 @@ def test_stages_cover_the_layers_in_order(layers: int, pp: int) -> None:
     assert [s.is_last for s in stages] == [False] * (pp - 1) + [True]
 
 
+def test_stages_as_an_engine_splits_them() -> None:
+    """A split that is given is taken as it is, with or without the number of stages."""
+    split = split_layers(61, pp_layers=[15, 15, 16, 15])
+    assert split == split_layers(61, pp=4, pp_layers=(15, 15, 16, 15)) == (15, 15, 16, 15)
+    assert [stage_layers(split, rank)[:2] for rank in range(4)] == [
+        (0, 15),
+        (15, 30),
+        (30, 46),
+        (46, 61),
+    ]
+    assert split_layers(61, pp=4) == (16, 15, 15, 15)
+    assert split_layers(61) == (61,)
+
+
+@pytest.mark.parametrize(
+    ("pp", "pp_layers", "said"),
+    [
+        (None, (30, 30), "are 60 layers, and the model has 61"),
+        (3, (30, 31), "are 2 stages, and pp=3"),
+        (1, (30, 31), "are 2 stages, and pp=1"),
+        (None, (61, 0), "one layer or more, not 0"),
+        (None, (60, True), "one layer or more, not True"),
+        (None, (), "are 0 layers"),
+        (None, 61, "must list the layers"),
+        (None, "61", "must list the layers"),
+    ],
+)
+def test_a_split_that_cannot_be_is_refused(pp: int | None, pp_layers: Any, said: str) -> None:
+    """The message has the split, and what it does not fit."""
+    with pytest.raises(GeometryError, match=said):
+        split_layers(61, pp=pp, pp_layers=pp_layers)
+
+
 @pytest.mark.parametrize("value", [0, -1, True, "2", 1.0, None, 1 << 20])
 def test_bad_rank_counts_are_named(value: Any) -> None:
     """A count of ranks that is no positive whole number is refused with its name."""
     with pytest.raises(GeometryError, match="tp must"):
         shard_heads(8, tp=value)
+    if value is None:  # one stage
+        return
     with pytest.raises(GeometryError, match="pp must"):
-        stage_layers(8, pp=value)
+        split_layers(8, pp=value)
 
 
 @pytest.mark.parametrize("rank", [2, -1, False, "0"])
@@ -86,4 +121,4 @@ def test_bad_ranks_are_named(rank: Any) -> None:
     with pytest.raises(GeometryError, match="tp_rank must"):
         replicated(tp=2, tp_rank=rank)
     with pytest.raises(GeometryError, match="pp_rank must"):
-        stage_layers(8, pp=2, pp_rank=rank)
+        stage_layers((4, 4), rank)

@@ -35,7 +35,13 @@ def _function(context: Context, name: str) -> SimpleNamespace:
     )
 
 
-@pytest.fixture(params=["direct", "staged", "staged, old driver"])
+_STAGED = ("staged", "staged, old driver")
+
+only_staged = pytest.mark.parametrize("gpu", _STAGED, indirect=True)
+"""For tests about the staged mover: those of engines that stage nothing do not exist."""
+
+
+@pytest.fixture(params=["direct", *_STAGED])
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """The GPU that kvferry finds; nothing may have used memory of it that was gone.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.transfer.conftest import only_staged
 from tests.transfer.fake_gpu import FakeGpu
 
 from kvferry.kernels.jit import (
@@ -75,6 +76,7 @@ def _bands(rng: random.Random, base: int, pitch: int) -> tuple[Band, ...]:
     return tuple(bands)
 
 
+@only_staged
 @pytest.mark.parametrize("one_call", [False, True], ids=["runs", "pages"])
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("seed", range(100))
@@ -84,8 +86,6 @@ def test_random_pieces_over_random_borders(
 ) -> None:  # fmt: skip
     """Some pages of a plan, in any runs: exactly their bytes on the side they go to, and each part
     in one chunk, however many borders there are."""
-    if gpu.mover != "staged":
-        pytest.skip("engines that stage nothing copy nothing so")
     monkeypatch.setattr(host_copies, "wants_one_call", lambda calls, _: one_call and calls > 1)
     rng = random.Random(seed)
     context: Context = Driver(gpu, "13.0.0").context(0)

@@ -11,6 +11,7 @@ import itertools
 
 import numpy as np
 import pytest
+from tests.transfer.conftest import only_staged
 from tests.transfer.device_rig import PAGE, Bytes, latent
 from tests.transfer.fake_gpu import CALLER, FakeGpu
 from tests.transfer.scene import Scene
@@ -60,14 +61,13 @@ def test_transfers_of_the_same_bytes(gpu: FakeGpu, geometry: Geometry, seed: int
     scene.close()
 
 
+@only_staged
 @each_geometry
 @pytest.mark.parametrize("seed", _SEEDS)
 def test_both_movers_at_once(
     gpu: FakeGpu, geometry: Geometry, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where one transfer is staged and the next is direct they are still in order."""
-    if gpu.mover != "staged":
-        pytest.skip("an engine without staging has one mover")
     scene = Scene(gpu, geometry, seed)
     turns = itertools.cycle((True, False))
     planned = Router.route

@@ -50,3 +50,6 @@ def test_names_that_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFERRY_DISABLE_PATHS", "realing")
     with pytest.raises(ConfigError, match="realing is no path"):
         disabled_gpu_paths()
+    monkeypatch.setenv("KVFERRY_DISABLE_PATHS", "direct")
+    with pytest.raises(ConfigError, match=r"direct cannot be switched off, .*mover='staged'"):
+        disabled_gpu_paths()

@@ -10,7 +10,7 @@ import pytest
 from tests.transfer.device_rig import PAGE, DeviceRig, latent
 from tests.transfer.fake_gpu import FakeGpu
 
-from kvferry.errors import PlanError
+from kvferry.errors import ConfigError, PlanError
 from kvferry.geometry import Geometry, HitRule, Plane
 from kvferry.transfer import BUILT_IN, TransferPlan, preview_route, staging
 from kvferry.types import Direction, Layout, Mover
@@ -127,7 +127,7 @@ def test_counts_are_those_of_a_plan() -> None:
 
 
 def test_staging_that_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment, no staging memory or too little of it: direct, with the reason."""
+    """The environment or no staging memory: direct, with the reason. Too little: refused."""
 
     def reason(staging_bytes: int = 64 << 20) -> str:
         told = preview_route(
@@ -137,7 +137,8 @@ def test_staging_that_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
         return told.route.reason
 
     assert reason(0) == "not staged: staging_bytes is 0"
-    assert "pass staging_bytes of at least 18,432" in reason(4096)
+    with pytest.raises(ConfigError, match=r"pass staging_bytes of at least 18,432"):
+        reason(4096)
     monkeypatch.setenv("KVFERRY_DISABLE_PATHS", "staged")
     assert reason() == "not staged: switched off by KVFERRY_DISABLE_PATHS"
     with pytest.raises(PlanError, match="cannot be staged: switched off"):

@@ -7,6 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
+from tests.transfer.conftest import only_staged
 from tests.transfer.device_rig import PAGE, DeviceRig, IndexTensor, Rows, latent
 from tests.transfer.fake_gpu import CALLER, FakeGpu, Status
 from tests.transfer.scene import Scene, staged_bytes
@@ -37,11 +38,12 @@ _SAID = {
 _RUNS = {"cuMemcpy2DAsync": 1, "cuMemcpyBatchAsync": -1}
 
 
+pytestmark = only_staged
+
+
 @pytest.fixture(autouse=True)
-def _only_staged(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short pieces are of one page, and an engine that stages nothing has no part in this."""
-    if gpu.mover != "staged":
-        pytest.skip("about the staged mover")
+def _short_pieces(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short pieces are of one page."""
     monkeypatch.setattr(movers, "SHORT_PIECE_BYTES", 1)
 
 
@@ -71,13 +73,15 @@ def test_a_call_that_is_refused_at_any_place(
     """Whichever call of a transfer it is: waiting raises with its name, no page is verified, no
     digest stands over what is half there, and the next transfers through the same ring are right.
     """
-    if function == "cuMemcpyBatchAsync" and not gpu.batches:
-        pytest.skip("this driver has none")
     is_load = direction is Direction.LOAD
     scene = Scene(gpu, _GEOMETRY, 5, num_slots=12, staging_bytes=_ROOM)
     slots, rows = _slots(function), scene.rig.rows(_COUNT)
     others, untouched = np.array([10, 9, 11]), scene.rig.rows(3, besides=rows)
     num_calls = _calls(gpu, scene, is_load, slots, rows, function)
+    if function == "cuMemcpyBatchAsync" and not gpu.batches:
+        assert num_calls == 0  # an old driver has none, so none can fail
+        scene.close()
+        return
     assert num_calls >= 2
     before, num_refused = None, 0
     for nth in range(num_calls):

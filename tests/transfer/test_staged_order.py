@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from tests.transfer.conftest import only_staged
 from tests.transfer.device_rig import PAGE
 from tests.transfer.fake_gpu import FakeGpu
 from tests.transfer.scene import Scene, staged_bytes
@@ -42,11 +43,12 @@ _MOVERS = [
 ]
 
 
+pytestmark = only_staged
+
+
 @pytest.fixture(autouse=True)
 def turns(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[Mover]:
     """Movers that the next transfers are carried by; all others are staged."""
-    if gpu.mover != "staged":
-        pytest.skip("about engines that have both movers")
     monkeypatch.setattr(movers, "SHORT_PIECE_BYTES", 1)
     named: list[Mover] = []
     planned = Router.route

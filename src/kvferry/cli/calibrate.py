@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kvferry.cli.json_text import json_text
+from kvferry.cli.whole_number import whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -43,7 +44,11 @@ def add_parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--device", type=int, default=0, metavar="N", help="which GPU, as CUDA counts them (0)"
+        "--device",
+        type=whole_number,
+        default=0,
+        metavar="N",
+        help="which GPU, as CUDA counts them (0)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--dry-run", action="store_true", help="measure, and keep nothing")

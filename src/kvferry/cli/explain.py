@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.cli.explain_plan import OF_A_PLAN, add_plan_options, run_plan
 from kvferry.cli.geometry_options import add_geometry_options, given_options
+from kvferry.cli.whole_number import whole_number
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvferry.kernels import CopyDecision, GroupedAnswer
 
-__all__ = ["add_parser", "run"]
+__all__ = ["EXIT_REFUSED", "add_parser", "run"]
+
+EXIT_REFUSED = 1
 
 _EXAMPLES = """\
 examples:
@@ -42,20 +45,21 @@ def add_parser(
             "choose another path; the handle of a transfer names the one that it took. With "
             "--plan, show how a transfer of all planes goes: which mover carries it and why, how "
             "long each way would take, in which steps, copies and kernels. Copies of many pages in "
-            "one call are counted as there, which takes a driver of CUDA 12.8. No GPU is needed."
+            "one call are counted as there, which takes a driver of CUDA 12.8. No GPU is needed. "
+            "Where an engine would refuse, the exit status is not 0."
         ),
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--element-size",
-        type=int,
+        type=whole_number,
         metavar="BYTES",
         help="what one token keeps in one layer of one plane",
     )
     parser.add_argument(
         "--unroll",
-        type=int,
+        type=whole_number,
         metavar="U",
         help="ask for grouped, with 32 / U threads an element: 1, 2, 4, 8, 16 or 32 (not asked)",
     )
@@ -69,7 +73,6 @@ def add_parser(
         "both sides (1)",
     )
     add_plan_options(parser.add_argument_group("a transfer, with --plan"))
-    parser.set_defaults(complain=parser.error)
     return parser
 
 
@@ -85,18 +88,19 @@ def run(args: argparse.Namespace) -> int:
     if args.element_size is None:
         args.complain("--element-size is needed, or --plan with a geometry")
     from kvferry.kernels import MAX_ROWS, refused_paths, resolve_copy
-    from kvferry.transfer import disabled_gpu_paths
+    from kvferry.transfer import check_gpu_paths, disabled_gpu_paths
 
     page_size = 1 if args.page_size is None else args.page_size
     if not 1 <= page_size <= MAX_ROWS:
         raise ConfigError(f"--page-size must be from 1 to {MAX_ROWS:,} tokens, not {page_size:,}")
+    check_gpu_paths(disabled_gpu_paths())
     refused = refused_paths(args.element_size * page_size, disabled=disabled_gpu_paths())
     decision = resolve_copy(args.element_size, rows=page_size, unroll=args.unroll, refused=refused)
     if args.json:
         print(json.dumps(_described(decision), indent=2, ensure_ascii=False))
     else:
         print("\n".join(_told(decision)))
-    return 0
+    return EXIT_REFUSED if decision.chosen is None else 0
 
 
 def _named(argument: str) -> str:
@@ -130,4 +134,6 @@ def _told(decision: CopyDecision) -> list[str]:
         answer = getattr(decision, name)
         mark = "taken" if decision.chosen == name else "can" if answer.eligible else "cannot"
         lines.append(f"{name:<8} {mark:<7} {answer.reason}")
+    if decision.chosen is None:
+        lines += ["", "An engine refuses to carry them."]
     return lines

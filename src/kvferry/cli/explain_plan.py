@@ -6,12 +6,13 @@ import argparse
 import itertools
 import json
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kvferry.cli.geometry_options import OF_A_MODEL, given_options, read_geometry
 from kvferry.cli.json_text import json_text
+from kvferry.cli.whole_number import whole_number
 from kvferry.errors import ConfigError, DriverError, MissingDependencyError
 from kvferry.types import Direction, Layout, Mover
 
@@ -26,6 +27,8 @@ OF_A_PLAN = (
     *("direction", "staging_mib", "mover", "profile"),
 )
 """Names of the arguments that go with ``--plan`` alone."""
+
+_T = TypeVar("_T")
 
 _WIDTH = 100
 _HEAD = 11
@@ -42,7 +45,7 @@ def add_plan_options(parser: argparse._ActionsContainer) -> None:
         ("--host-run", "PAGES", "pages that keep neighbouring slots on the host (all)"),
         ("--staging-mib", "MIB", "device memory of each direction for staging (64)"),
     ):
-        parser.add_argument(name, type=int, metavar=metavar, help=what)
+        parser.add_argument(name, type=whole_number, metavar=metavar, help=what)
     parser.add_argument(
         "--host-layout", metavar="LAYOUT", help=f"{', '.join(Layout)} ({Layout.PAGE_MAJOR})"
     )
@@ -91,7 +94,7 @@ def run_plan(args: argparse.Namespace) -> int:
             host_run=host_run,
             device_run=device_run,
             host_layout=layout,
-            staging_bytes=staging_mib << 20,
+            staging_bytes=None if args.staging_mib is None else staging_mib << 20,
             mover=mover,
         )
         for direction in ([only] if only else Direction)
@@ -163,6 +166,11 @@ def _saved_profile(path: Path) -> DeviceProfile:
 
     try:
         told = json.loads(path.read_bytes())
+    except OSError as bad:
+        raise ConfigError(
+            f"--profile {path} cannot be read ({bad.strerror or bad}); name a file that kvferry "
+            f"calibrate kept or printed with --json, or leave it out"
+        ) from bad
     except ValueError as bad:  # also text that is not UTF-8
         raise ConfigError(f"--profile {path}: it is not JSON ({bad})") from bad
     try:
@@ -200,56 +208,78 @@ def _told_of(asked: _Asked, preview: RoutePreview) -> Iterator[str]:
     yield from _wrapped(
         preview.direction.value,
         f"{_many(asked.tokens, 'token')} in {_many(preview.num_pages, 'page')} of "
-        f"{asked.geometry.page_size:,}, {_size(preview.num_bytes)}, in "
-        f"{_many(preview.num_runs, 'run')} of neighbouring {asked.layout.value} host pages",
+        f"{asked.geometry.page_size:,}, {_size(preview.num_bytes)}; the host pool is "
+        f"{asked.layout.value}, and the pages lie there in "
+        f"{_many(preview.num_runs, 'run')} of neighbours",
     )
-    if (preview.num_pages, preview.num_runs) != (preview.planned_pages, preview.planned_runs):
-        yield from _wrapped(
-            "planned as",
-            f"{_many(preview.planned_pages, 'page')} in {_many(preview.planned_runs, 'run')}: "
-            f"counts are rounded down to powers of two, so that there are few routes",
-        )
-    yield from _wrapped("mover", route.mover.value)
-    yield from _wrapped("why", route.reason)
+    mover = route.mover.value
+    yield from _wrapped("mover", f"{mover}, {route.reason.removeprefix(f'{mover} ')}")
     widest = max(len(way) for way in preview.seconds)
     for number, (way, seconds) in enumerate(preview.seconds.items()):
         rate = preview.num_bytes / seconds / 1e9
         head = "" if number else "estimated"
         yield f"{head:<{_HEAD}}{way:<{widest}}  {seconds * 1e3:9,.3f} ms  {rate:5.1f} GB/s"
-    yield from _wrapped("steps", f"of {_runs([f'{size:,}' for size in route.sizes])} layers")
-    if route.mover is Mover.STAGED:
-        widths = (
-            " + ".join(_times(f"{band.width:,}" for band in group.bands)) for group in route.groups
+    yield from _wrapped("steps", _steps(route.sizes))
+    if (preview.num_pages, preview.num_runs) != (preview.planned_pages, preview.planned_runs):
+        yield from _wrapped(
+            "",
+            f"as planned for {_many(preview.planned_pages, 'page')} in "
+            f"{_many(preview.planned_runs, 'run')}: counts are rounded down to powers of two, so "
+            f"that there are few routes",
         )
-        yield from _wrapped("copies of", f"{_runs(list(widths))} bytes a page")
-        yield from _wrapped("copy calls", _calls(preview))
+    if route.mover is Mover.STAGED:
+        widths = [tuple(band.width for band in group.bands) for group in route.groups]
+        yield from _wrapped("copies", f"of each page: {_widths(widths)}")
+        yield from _wrapped("", _calls(preview))
     for one in preview.kernels:
-        kernel, layers = one.kernel or "none", _many(len(one.layers), "layer")
-        reason = one.reason.removeprefix(f"{kernel}: ")
-        yield from _wrapped("kernel", f"{kernel} for {one.plane}, {layers}: {reason}")
+        reason = one.reason.removeprefix(f"{one.kernel}: ")
+        layers = _many(len(one.layers), "layer")
+        yield from _wrapped("kernel", f"{one.kernel} for {one.plane}, {layers}: {reason}")
+
+
+def _steps(sizes: Sequence[int]) -> str:
+    """How many layers go in each step."""
+    if len(sizes) == 1:
+        return f"1, of {_many(sizes[0], 'layer')}"
+    each: list[str] = []
+    for size, count in _equal(sizes):
+        each += [f"{size:,}"] * count if count < 3 else [f"{size:,} ({count} times)"]
+    return f"{len(sizes):,}, of {', '.join(each[:-1])}{' and ' * (len(each) > 1)}{each[-1]} layers"
+
+
+def _widths(steps: Sequence[tuple[int, ...]]) -> str:
+    """The bytes of a page that are copied in each step, band by band; equal steps together."""
+    told: list[str] = []
+    step = 1
+    for widths, count in _equal(steps):
+        bands = " + ".join(
+            f"{width:,}" if many == 1 else f"{many} x {width:,}" for width, many in _equal(widths)
+        )
+        last = step + count - 1
+        where = {1: f"step {step}", 2: f"steps {step} and {last}"}.get(
+            count, f"steps {step} to {last}"
+        )
+        told.append(f"{bands}{'' if told else ' bytes'} in {where}")
+        step += count
+    return ", ".join(told)
 
 
 def _calls(preview: RoutePreview) -> str:
     batches = preview.num_batches
     strided = preview.num_copy_calls - batches
-    kinds = [f"{strided:,} strided"] * (strided > 0) + [f"{batches:,} of many pages"] * (
+    kinds = [f"{strided:,} strided"] * (strided > 0) + [f"{batches:,} of many pages each"] * (
         batches > 0
     )
     return (
-        f"{preview.num_copy_calls:,} ({', '.join(kinds)}), in "
-        f"{_many(preview.num_pieces, 'piece')} of staging"
+        f"in {_many(preview.num_copy_calls, 'call')} for "
+        f"{_many(preview.num_pieces, 'piece')} of staging: {', '.join(kinds)}"
     )
 
 
-def _runs(texts: Sequence[str]) -> str:
-    return ", ".join(_times(texts))
-
-
-def _times(texts: Any) -> Iterator[str]:
-    """The texts, with a count in place of equal neighbours."""
-    for text, same in itertools.groupby(texts):
-        count = len(list(same))
-        yield text if count == 1 else f"{count} x {text}"
+def _equal(values: Iterable[_T]) -> Iterator[tuple[_T, int]]:
+    """Each value once for all its equal neighbours, with how many they are."""
+    for value, same in itertools.groupby(values):
+        yield value, len(list(same))
 
 
 def _many(count: int, what: str) -> str:

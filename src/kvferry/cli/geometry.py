@@ -15,11 +15,12 @@ __all__ = ["add_parser", "run"]
 _WIDTH = 100
 
 _EXPLAINED = """\
-kv dtypes (other spellings: bfloat16, float16, half, float32, float, fp8, fp8_e4m3fn, float8_...):
+kv dtypes, in upper or lower case:
   auto            what quantization_config says of the cache, or the model's own dtype
-  bf16 fp16 fp32  as they are
+  bf16 fp16 fp32  as they are; also bfloat16, float16, half, float32, float
   fp8_e4m3        1 byte a value; in latent rows with an indexer (DSA): fp8_ds_mla
-  fp8_e5m2        1 byte a value
+                  also fp8, fp8_e4m3fn, float8_e4m3fn
+  fp8_e5m2        1 byte a value; also float8_e5m2
   fp8_per_tensor  1 byte a value, in every plane
   fp8_ds_mla      latent rows of fp8 with their own fp32 scales and a 16-bit rope part: 656 bytes
   nvfp4           4 bits a value, and a plane with a scale byte for 16 values
@@ -45,7 +46,7 @@ def add_parser(
         epilog=_EXPLAINED,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_geometry_options(parser)
+    add_geometry_options(parser, kv_dtypes="the names are below")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from kvferry.cli.whole_number import whole_number
 from kvferry.errors import GeometryError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ _DERIVED = (
     *("bytes_per_token", "page_bytes", "slot_bytes", "state_bytes", "state_slot_bytes"),
     *("fingerprint", "assumed"),
 )
-OF_A_MODEL = ("tp", "tp_rank", "pp", "pp_rank", "kv_dtype", "draft_layers", "override")
+OF_A_MODEL = ("tp", "tp_rank", "pp", "pp_rank", "pp_layers", "kv_dtype", "draft_layers", "override")
 """Names of the arguments that go with a model's config, and not with planes given by hand."""
 
 
@@ -30,6 +31,7 @@ def add_geometry_options(
     optional: bool = False,
     option: str | None = None,
     page_size: str = "tokens a page (64)",
+    kv_dtypes: str = "`kvferry geometry --help` lists the names",
 ) -> None:
     """Add ``CONFIG`` and the options of a geometry to `parser`.
 
@@ -39,6 +41,7 @@ def add_geometry_options(
         option: The name of the option that CONFIG is the value of, and which must be given; None:
             it is an argument of its own.
         page_size: What ``--page-size`` is.
+        kv_dtypes: Where the names are that ``--kv-dtype`` takes.
     """
     told = "a Hugging Face config.json, the folder that holds it, or a JSON file with planes"
     if option is None:
@@ -47,16 +50,21 @@ def add_geometry_options(
     else:
         parser.add_argument(option, dest="config", metavar="CONFIG", required=True, help=told)
     # Defaults stand in the library. None here tells an option that was not given.
-    parser.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks (1)")
-    parser.add_argument("--tp-rank", type=int, metavar="R", help="this rank (0)")
-    parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages (1)")
-    parser.add_argument("--pp-rank", type=int, metavar="R", help="this stage (0)")
+    parser.add_argument("--tp", type=whole_number, metavar="N", help="tensor-parallel ranks (1)")
+    parser.add_argument("--tp-rank", type=whole_number, metavar="R", help="this rank (0)")
+    parser.add_argument("--pp", type=whole_number, metavar="N", help="pipeline stages (1)")
+    parser.add_argument("--pp-rank", type=whole_number, metavar="R", help="this stage (0)")
+    parser.add_argument(
+        "--pp-layers",
+        metavar="N,N,...",
+        help="how many layers each stage has (even, the first ones one more)",
+    )
     parser.add_argument(
         "--kv-dtype",
         metavar="DTYPE",
-        help="how the cache keeps its values; `kvferry geometry --help` lists them (auto)",
+        help=f"how the cache keeps its values; {kv_dtypes} (auto)",
     )
-    parser.add_argument("--page-size", type=int, metavar="TOKENS", help=page_size)
+    parser.add_argument("--page-size", type=whole_number, metavar="TOKENS", help=page_size)
     parser.add_argument(
         "--draft-layers",
         metavar="HOW",
@@ -113,9 +121,20 @@ def _of_model(told: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Geom
     from kvferry.geometry import read_hf_config
 
     kwargs = dict(options)
+    if "pp_layers" in kwargs:
+        kwargs["pp_layers"] = _counts(kwargs["pp_layers"])
     overrides = dict(_override(text) for text in kwargs.pop("override", ()))
     reading = read_hf_config(told, overrides=overrides, **kwargs)
     return reading.geometry, list(reading.assumed)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as bad:
+        raise GeometryError(
+            f"--pp-layers {text!r} must be whole numbers with commas between, such as 15,15,16,15"
+        ) from bad
 
 
 def _override(text: str) -> tuple[str, Any]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, NoReturn, Protocol, TextIO
 
 from kvferry import __version__
 from kvferry.cli import calibrate, config, doctor, explain, geometry, replay, selftest, storage
@@ -44,7 +45,13 @@ _COMMANDS: tuple[_Command, ...] = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose help is output like any other; argparse passes over what it cannot write."""
+    """A parser whose help is output like any other, and whose errors are one line.
+
+    argparse passes over help that it cannot write, and puts the usage before each error.
+    """
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         print(self.format_help(), end="", file=file)
@@ -79,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as bad:
         _drop(sys.stdout)
         of = f" {bad.filename!r}" if bad.filename is not None else ""
-        return _fail(f"cannot read or write{of}: {bad.strerror or bad}; free space, or look there")
+        return _fail(f"cannot read or write{of}: {bad.strerror or bad}{_next_step(bad)}")
     except KeyboardInterrupt:
         _drop(sys.stdout)
         return _EXIT_INTERRUPTED
@@ -93,7 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        args.complain(f"unknown: {' '.join(unknown)}")
     if args.version:
         print(f"kvferry {__version__}")
         return 0
@@ -101,6 +110,11 @@ def _run(argv: Sequence[str] | None) -> int:
         parser.print_help(sys.stderr)
         return EXIT_BAD_INPUT
     return int(args.run(args))
+
+
+def _next_step(bad: OSError) -> str:
+    """What helps, where the message itself does not say."""
+    return "; free space, or write elsewhere" if bad.errno in (errno.ENOSPC, errno.EDQUOT) else ""
 
 
 def _fail(message: str) -> int:
@@ -123,8 +137,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Carries an LLM's KV cache between device memory and host memory, exactly.",
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    parser.set_defaults(run=None)
+    parser.set_defaults(run=None, complain=parser.error)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in _COMMANDS:
-        command.add_parser(subparsers).set_defaults(run=command.run)
+        of_command = command.add_parser(subparsers)
+        of_command.set_defaults(run=command.run, complain=of_command.error)
     return parser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
@@ -18,6 +19,7 @@ __all__ = ["EXIT_DIFFERENCE", "add_parser", "run"]
 EXIT_DIFFERENCE = 1
 
 _MB = 1_000_000
+_WIDTH = 100
 _COMPILED = "cpu"
 
 
@@ -86,6 +88,8 @@ class _Progress:
 
 def _absent(report: SelfTestReport) -> Mapping[str, str]:
     """Why each path that was not tested was not."""
+    from kvferry.transfer import why_no_gpu
+
     off = disabled_paths(frozenset((*report.paths, *report.absent)))
     reasons = {}
     for name in report.absent:
@@ -99,7 +103,7 @@ def _absent(report: SelfTestReport) -> Mapping[str, str]:
                 "the slower cpu_numpy. Install a compiler, then kvferry again"
             )
         else:
-            reasons[name] = "not there on this machine"
+            reasons[name] = why_no_gpu() or "no GPU path is left that could carry it"
     return reasons
 
 
@@ -134,7 +138,13 @@ def _table(report: SelfTestReport, absent: Mapping[str, str]) -> Sequence[str]:
         f"{report.cases:,} transfers, {report.num_bytes / _MB:,.0f} MB moved, "
         f"{report.seconds:.1f} s"
     )
-    lines += [f"Not tested: {name} ({reason})." for name, reason in absent.items()]
+    names: dict[str, list[str]] = {}
+    for name, reason in absent.items():
+        names.setdefault(reason, []).append(name)
+    for reason, of in names.items():
+        lines += textwrap.wrap(
+            f"Not tested: {', '.join(of)}. Why: {reason}.", _WIDTH, break_on_hyphens=False
+        )
     if report.ok:
         lines.append(f"{'What was tested is exact' if report.idle else 'All exact'}: {total}.")
         return lines

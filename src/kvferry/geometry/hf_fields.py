@@ -16,6 +16,7 @@ __all__ = [
     "BY_OVERRIDE",
     "Fields",
     "load_config",
+    "other_names",
     "refuse_unread",
     "short",
     "text_fields",
@@ -54,6 +55,14 @@ _LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "gemma4_text": {"head_dim": 256, "global_head_dim": 512},
     "gpt_oss": {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2},
     "qwen3": {"head_dim": 128},
+}
+
+# What older configs call the fields that are needed. They are not read: their models may differ in
+# more than names, and somebody must have looked.
+_OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "hidden_size": ("n_embd", "n_embed", "d_model"),
 }
 
 # Model types whose window layers have twice the KV heads of the others, without a field for it.
@@ -140,12 +149,26 @@ class Fields:
         return Fields({**self._told, **more}, self) if more else self
 
 
-def missing(*names: str) -> UnknownArchitectureError:
+def missing(*names: str, hint: str = "") -> UnknownArchitectureError:
     """The error for a config that does not tell what `names` would have told."""
     return UnknownArchitectureError(
         f"this config does not describe a KV cache that kvferry can read; missing fields: "
-        f"{', '.join(names)}. Add them {BY_OVERRIDE}, or {BY_HAND}"
+        f"{', '.join(names)}.{hint} Add them {BY_OVERRIDE}, or {BY_HAND}"
     )
+
+
+def other_names(fields: Fields) -> str:
+    """A sentence about fields that may be needed ones under the names of older models; or empty."""
+    found = {
+        name: other
+        for name, others in _OTHER_NAMES.items()
+        if not fields.has(name) and (other := fields.first(*others))
+    }
+    if not found:
+        return ""
+    there = ", ".join(f"{other} {short(fields.get(other))}" for other in found.values())
+    options = " ".join(f"--override {name}={fields.get(other)}" for name, other in found.items())
+    return f" It has {there}: if these mean the same, they are {options}."
 
 
 def check_integer(name: str, value: Any, low: int = 1) -> int:

@@ -80,11 +80,11 @@ KV_DTYPES: tuple[str, ...] = ("auto", *_BY_NAME, *_ALIASES)
 
 
 def kv_format(name: Any) -> KVFormat:
-    """The format called `name` (``torch.bfloat16`` reads as ``bfloat16``).
+    """The format called `name`, in any case (``torch.bfloat16`` reads as ``bfloat16``).
 
     Raises GeometryError for an unknown name; the message lists the known ones.
     """
-    plain = str(name).removeprefix("torch.") if name is not None else ""
+    plain = str(name).lower().removeprefix("torch.") if name is not None else ""
     found = _BY_NAME.get(_ALIASES.get(plain, plain))
     if found is None:
         raise GeometryError(f"kv_dtype {name!r} is none of: {', '.join(KV_DTYPES)}")

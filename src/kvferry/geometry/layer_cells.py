@@ -27,6 +27,7 @@ __all__ = [
     "index_cell",
     "layer_cells",
     "model_format",
+    "refuse_uneven_heads",
     "without_latents_if_told",
 ]
 
@@ -83,6 +84,16 @@ class Rank:
     format: KVFormat
 
 
+def refuse_uneven_heads(fields: Fields, tp: int) -> None:
+    """Raise GeometryError where `tp` ranks cannot have equally many attention heads."""
+    heads = fields.integer("num_attention_heads")
+    if heads % tp:
+        raise GeometryError(
+            f"tp={tp} does not divide num_attention_heads {heads}, and each rank has as many; "
+            f"choose another tp"
+        )
+
+
 def layer_cells(
     fields: Fields, kind: LayerKind, rank: Rank, *, is_sparse: bool = False
 ) -> list[Cell]:
@@ -106,7 +117,13 @@ def _head_cells(fields: Fields, kind: LayerKind, rank: Rank) -> list[Cell]:
         )
     suffix, rule = _kind_suffix(fields, kind)
     heads, k_width, v_width = _head_widths(fields, kind)
-    mine = shard_heads(heads, tp=rank.tp, tp_rank=rank.tp_rank).num_heads
+    shard = shard_heads(heads, tp=rank.tp, tp_rank=rank.tp_rank)
+    mine, copies = shard.num_heads, len(shard.replicas)
+    if copies > 1:
+        fields.assume(
+            f"{copies} ranks keep the same bytes of k{suffix} and v{suffix}: {heads} KV heads over "
+            f"tp={rank.tp}"
+        )
     cells: list[Cell] = []
     for name, width in ((f"k{suffix}", k_width), (f"v{suffix}", v_width)):
         cells += _valued_cells(name, mine, width, (heads, width), rule, rank.format)

@@ -30,6 +30,7 @@ from kvferry.geometry.hf_fields import (
     Fields,
     load_config,
     missing,
+    other_names,
     refuse_unread,
     text_fields,
 )
@@ -42,6 +43,7 @@ from kvferry.geometry.layer_cells import (
     cache_format,
     index_cell,
     layer_cells,
+    refuse_uneven_heads,
     without_latents_if_told,
 )
 from kvferry.geometry.layer_kinds import (
@@ -53,7 +55,7 @@ from kvferry.geometry.layer_kinds import (
 from kvferry.geometry.model_types import refuse_suspicious
 from kvferry.geometry.no_cache import refuse_encoder
 from kvferry.geometry.per_layer import per_layer_fields, refuse_unread_lists
-from kvferry.geometry.sharding import replicated, stage_layers
+from kvferry.geometry.sharding import replicated, split_layers, stage_layers
 from kvferry.geometry.spec import DEFAULT_PAGE_SIZE, Geometry, HitRule, Plane
 
 __all__ = ["DRAFT_LAYERS", "ConfigReading", "geometry_from_hf_config", "read_hf_config"]
@@ -62,6 +64,7 @@ DRAFT_LAYERS: tuple[str, ...] = ("none", "layers", "planes")
 """What ``draft_layers=`` takes."""
 
 _MAX_LAYERS = 1 << 14
+_MOST_SHOWN_STAGES = 8
 
 _PLANE_ORDER = ("k", "v", "k_window", "v_window", "latent", "latent_window", "index_key")
 _STATE_ORDER = ("conv_state", "recurrent_state")
@@ -85,8 +88,9 @@ def read_hf_config(
     *,
     tp: int = 1,
     tp_rank: int = 0,
-    pp: int = 1,
+    pp: int | None = None,
     pp_rank: int = 0,
+    pp_layers: Sequence[int] | None = None,
     kv_dtype: str | None = None,
     page_size: int = DEFAULT_PAGE_SIZE,
     draft_layers: str = "none",
@@ -100,9 +104,10 @@ def read_hf_config(
         tp: tensor-parallel ranks. KV heads are shared out, or replicated where there are fewer
             heads than ranks; latents and indexer keys are whole on every rank.
         tp_rank: this rank. Equal heads make every rank's geometry equal.
-        pp: pipeline stages; layers are split contiguously, and the first ``num_layers % pp``
-            stages get one more.
+        pp: pipeline stages; None: 1, or as many as `pp_layers` has. Layers are split contiguously,
+            and the first ``num_layers % pp`` stages get one more.
         pp_rank: this stage. Draft layers belong to the last.
+        pp_layers: how many layers each stage has, where the engine splits otherwise.
         kv_dtype: None or ``auto`` for what `quantization_config` says of the cache, or else the
             model's own dtype (bf16 if the config tells none); or a name from
             `kvferry.geometry.kv_dtype.KV_DTYPES`. With sparse-attention latents ``fp8_e4m3`` means
@@ -132,12 +137,18 @@ def read_hf_config(
     refuse_encoder(fields)
     absent = [n for n in ("num_hidden_layers", "num_attention_heads") if not fields.has(n)]
     if absent:
-        raise missing(*absent)
+        raise missing(*absent, hint=other_names(fields))
     num_layers = fields.integer("num_hidden_layers")
     if num_layers > _MAX_LAYERS:
         raise GeometryError(f"num_hidden_layers {num_layers} is more than {_MAX_LAYERS}")
     replicated(tp=tp, tp_rank=tp_rank)
-    stage = stage_layers(num_layers, pp=pp, pp_rank=pp_rank)
+    split = split_layers(num_layers, pp=pp, pp_layers=pp_layers)
+    stage = stage_layers(split, pp_rank)
+    if pp_layers is None and len(split) > 1:
+        fields.assume(
+            f"pipeline stages have {_counts(split)} layers: engines differ in this, and pp_layers "
+            f"gives another split"
+        )
     num_draft = draft_count(fields)
     if draft_layers != "none" and not num_draft:
         raise GeometryError(
@@ -157,11 +168,23 @@ def read_hf_config(
             continue
         owned = stage.is_last if is_draft else stage.first <= layer < stage.stop
         planes.add(layer, cell, owned, "draft_" if is_draft and draft_layers == "planes" else "")
+    if num_draft and draft_layers == "none":
+        fields.assume(
+            f"{num_draft} draft layer{'s' * (num_draft != 1)} of the model "
+            f"{'are' if num_draft != 1 else 'is'} left out: draft_layers brings them in"
+        )
     found = planes.build()
     if not found:
         raise GeometryError(
-            f"pipeline stage {pp_rank} of {pp} has layers {stage.first} to {stage.stop - 1}, "
-            f"none of which keeps a cache; choose a smaller pp"
+            f"pipeline stage {pp_rank} of {len(split)} has layers {stage.first} to "
+            f"{stage.stop - 1}, none of which keeps a cache; choose a smaller pp, or other "
+            f"pp_layers"
+        )
+    refuse_uneven_heads(fields, tp)
+    whole = [plane.name for plane in found if "latent" in plane.name or "index_key" in plane.name]
+    if tp > 1 and whole:
+        fields.assume(
+            f"all {tp} tp ranks keep the same bytes of {', '.join(whole)}: tp does not split them"
         )
     put = {name: value for name, value in (overrides or {}).items() if value is not None}
     refuse_unread(fields, put)
@@ -169,6 +192,15 @@ def read_hf_config(
     refuse_unread_lists(fields, num_layers)
     refuse_unread(fields, overrides or {})
     return ConfigReading(Geometry(planes=found, page_size=page_size), fields.assumed)
+
+
+def _counts(split: Sequence[int]) -> str:
+    """Such as ``16, 15, 15``; many equal ones as a count."""
+    if len(split) <= _MOST_SHOWN_STAGES:
+        return ", ".join(map(str, split))
+    longer = sum(count > split[-1] for count in split)
+    told = f"{split[-1]} (x {len(split) - longer})"
+    return f"{split[0]} (x {longer}), then {told}" if longer else told
 
 
 class _Planes:

@@ -6,11 +6,12 @@ H / tp heads of its own; with H < tp each head is kept by tp / H neighbouring ra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvferry.errors import GeometryError
 
-__all__ = ["HeadShard", "StageLayers", "replicated", "shard_heads", "stage_layers"]
+__all__ = ["HeadShard", "StageLayers", "replicated", "shard_heads", "split_layers", "stage_layers"]
 
 _MAX_RANKS = 1 << 16
 
@@ -65,20 +66,54 @@ def replicated(*, tp: int = 1, tp_rank: int = 0) -> tuple[int, ...]:
     return tuple(range(tp))
 
 
-def stage_layers(num_layers: int, *, pp: int = 1, pp_rank: int = 0) -> StageLayers:
-    """The layers of stage `pp_rank` of `pp`, contiguous.
+def split_layers(
+    num_layers: int, *, pp: int | None = None, pp_layers: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """How many layers each pipeline stage has: `pp_layers` as given, else an even split.
 
-    The first ``num_layers % pp`` stages get one layer more. Raises GeometryError when there are
-    more stages than layers, or a rank is out of range.
+    In an even split the first ``num_layers % pp`` stages get one layer more.
+
+    Raises GeometryError when a stage would be empty, when `pp_layers` are not as many as `pp`, or
+    when they are not `num_layers` together.
     """
-    _check_rank("pp", pp, pp_rank)
-    if pp > num_layers:
+    if pp_layers is None:
+        pp = 1 if pp is None else pp
+        _check_rank("pp", pp, 0)
+        if pp > num_layers:
+            raise GeometryError(
+                f"pp={pp} stages for {num_layers} layers leaves a stage empty; choose a smaller pp"
+            )
+        each, more = divmod(num_layers, pp)
+        return (each + 1,) * more + (each,) * (pp - more)
+    if not isinstance(pp_layers, Sequence) or isinstance(pp_layers, str | bytes):
         raise GeometryError(
-            f"pp={pp} stages for {num_layers} layers leaves a stage empty; choose a smaller pp"
+            f"pp_layers must list the layers of each stage, such as (16, 15), not {pp_layers!r}"
         )
-    each, more = divmod(num_layers, pp)
-    first = pp_rank * each + min(pp_rank, more)
-    return StageLayers(first, first + each + (pp_rank < more), pp_rank == pp - 1)
+    for count in pp_layers:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise GeometryError(
+                f"pp_layers {list(pp_layers)}: each stage has one layer or more, not {count!r}"
+            )
+    if pp is not None and pp != len(pp_layers):
+        raise GeometryError(
+            f"pp_layers {list(pp_layers)} are {len(pp_layers)} stages, and pp={pp}; leave pp out"
+        )
+    if sum(pp_layers) != num_layers:
+        raise GeometryError(
+            f"pp_layers {list(pp_layers)} are {sum(pp_layers)} layers, and the model has "
+            f"{num_layers}; correct one of the two"
+        )
+    return tuple(pp_layers)
+
+
+def stage_layers(split: Sequence[int], pp_rank: int = 0) -> StageLayers:
+    """The layers of stage `pp_rank`, contiguous, where stages have as many as `split` says.
+
+    Raises GeometryError when the rank is out of range.
+    """
+    _check_rank("pp", len(split), pp_rank)
+    first = sum(split[:pp_rank])
+    return StageLayers(first, first + split[pp_rank], pp_rank == len(split) - 1)
 
 
 def _check_rank(name: str, size: Any, rank: Any) -> None:

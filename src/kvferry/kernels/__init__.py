@@ -18,7 +18,7 @@ from kvferry.kernels.copy_config import (
 from kvferry.kernels.digest import NO_DIGEST, digest_spans, page_seed, span_seeds
 from kvferry.kernels.move_kernels import RELAYOUT_BLOCKS, MoveKernels, page_work
 from kvferry.kernels.native import NativeMove, NativeView, native_digest, native_library
-from kvferry.kernels.span_decision import decide_span, refused_paths
+from kvferry.kernels.span_decision import decide_span, no_kernel, refused_paths
 from kvferry.kernels.transfer_args import (
     NO_FAULT,
     SpanArgs,
@@ -51,6 +51,7 @@ __all__ = [
     "fault_of",
     "native_digest",
     "native_library",
+    "no_kernel",
     "page_seed",
     "page_work",
     "pages_per_launch",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvferry.errors import PlanError
 from kvferry.kernels.copy_config import CopyDecision, CopyPath, resolve_copy
 from kvferry.kernels.transfer_args import MAX_SPAN_BYTES, span_runs
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
     from kvferry.geometry import LayerView, Span
 
-__all__ = ["decide_span", "refused_paths"]
+__all__ = ["decide_span", "no_kernel", "refused_paths"]
 
 
 def refused_paths(
@@ -42,6 +43,13 @@ def refused_paths(
             CopyPath.GROUPED, "its digests are made by realign, which is switched off"
         )
     return refused
+
+
+def no_kernel(span: Span, decision: CopyDecision) -> PlanError:
+    """The error for a span that no kernel may carry."""
+    return PlanError(
+        f"plane {span.plane.name!r}, layer {span.layer} cannot move as asked: {decision.reason}"
+    )
 
 
 def decide_span(

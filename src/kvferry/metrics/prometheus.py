@@ -43,7 +43,8 @@ class Metrics:
         except ImportError as absent:
             raise MissingDependencyError(
                 "metrics are on, and prometheus-client is not installed: "
-                "pip install 'kvferry[metrics]', or switch them off with metrics.enabled = false"
+                "pip install 'prometheus-client>=0.22', or switch them off with metrics.enabled = "
+                "false"
             ) from absent
         self.registry = client.CollectorRegistry() if registry is None else registry
         self._counters: dict[str, Counter] = {}

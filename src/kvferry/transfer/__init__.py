@@ -9,8 +9,11 @@ from kvferry.transfer.indices import DeviceRows, blocks_to_rows
 from kvferry.transfer.paths import (
     available_cpu_paths,
     available_gpu_paths,
+    check_environment,
+    check_gpu_paths,
     disabled_gpu_paths,
     staging_is_disabled,
+    why_no_gpu,
 )
 from kvferry.transfer.plan import TransferPlan
 from kvferry.transfer.profile import BUILT_IN, DeviceProfile
@@ -42,10 +45,13 @@ __all__ = [
     "available_gpu_paths",
     "blocks_to_rows",
     "calibrate",
+    "check_environment",
+    "check_gpu_paths",
     "disabled_gpu_paths",
     "find_profile",
     "load_profile",
     "preview_route",
     "save_profile",
     "staging_is_disabled",
+    "why_no_gpu",
 ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvferry.errors import ConfigError
 from kvferry.kernels import UNROLLS, CopyPath
 from kvferry.transfer.movers import DEFAULT_STAGING_BYTES
-from kvferry.transfer.paths import disabled_gpu_paths, staging_is_disabled
+from kvferry.transfer.paths import check_gpu_paths, disabled_gpu_paths, staging_is_disabled
 from kvferry.transfer.router import check_staging_bytes
 from kvferry.types import Mover
 
@@ -77,11 +77,8 @@ class GpuOptions:
                 f"{', '.join(map(str, UNROLLS))}, and goes with grouped alone"
             )
         disabled = disabled_gpu_paths()
+        check_gpu_paths(disabled)
         names = [one.value for one in CopyPath if one not in disabled]
-        if not names:
-            raise ConfigError(
-                "every path for GPU pools is switched off; take one out of KVFERRY_DISABLE_PATHS"
-            )
         if path is not None and path not in names:
             raise ConfigError(
                 f"path {path!r} is not to be had for GPU pools; there are: {', '.join(names)}"

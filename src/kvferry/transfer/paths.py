@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kvferry.env import disabled_paths
+from kvferry.env import bad_variables, disabled_paths
 from kvferry.errors import ConfigError, DriverError, MissingDependencyError
 from kvferry.kernels import CopyPath, native_library
 from kvferry.kernels.jit import process_loader
@@ -13,6 +13,8 @@ from kvferry.transfer.numpy_mover import move_span_numpy
 from kvferry.types import Mover
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -24,9 +26,12 @@ __all__ = [
     "MoveSpan",
     "available_cpu_paths",
     "available_gpu_paths",
+    "check_environment",
+    "check_gpu_paths",
     "choose_cpu_path",
     "disabled_gpu_paths",
     "staging_is_disabled",
+    "why_no_gpu",
 ]
 
 
@@ -65,17 +70,37 @@ def available_cpu_paths() -> tuple[CpuPath, ...]:
 
 def available_gpu_paths() -> tuple[CopyPath, ...]:
     """The paths for GPU pools that are not switched off; none where no GPU can be used."""
-    try:
-        usable = process_loader().driver.num_devices > 0
-    except (MissingDependencyError, DriverError):  # `kvferry doctor` tells which
-        usable = False
     off = disabled_gpu_paths()
+    usable = not why_no_gpu()
     return tuple(path for path in CopyPath if usable and path not in off)
+
+
+def why_no_gpu() -> str:
+    """Why no GPU can be used here, and what to do; empty where one can."""
+    try:
+        if process_loader().driver.num_devices > 0:
+            return ""
+    except (MissingDependencyError, DriverError) as absent:
+        return str(absent)
+    return "the driver shows no GPU to this process: check nvidia-smi and CUDA_VISIBLE_DEVICES"
+
+
+def check_environment() -> dict[str, str]:
+    """What is wrong with each environment variable whose value is not accepted, by name."""
+    return bad_variables(_ALL_NAMES)
 
 
 def disabled_gpu_paths() -> frozenset[CopyPath]:
     """The GPU paths that are switched off."""
     return frozenset(path for path in CopyPath if path.value in disabled_paths(_ALL_NAMES))
+
+
+def check_gpu_paths(disabled: Collection[CopyPath]) -> None:
+    """Raise ConfigError where all paths for GPU pools are `disabled`."""
+    if not set(CopyPath) - set(disabled):
+        raise ConfigError(
+            "every path for GPU pools is switched off; take one out of KVFERRY_DISABLE_PATHS"
+        )
 
 
 def staging_is_disabled() -> bool:

@@ -132,10 +132,15 @@ class DeviceProfile:
         """
         if not isinstance(told, Mapping):
             raise ConfigError(f"a device profile is a mapping, not a {type(told).__name__}")
-        if told.get("format") != _FORMAT:
+        if "format" not in told:
             raise ConfigError(
-                f"device profile of format {told.get('format')!r}; this kvferry reads {_FORMAT}: "
-                f"run kvferry calibrate again"
+                "it is no device profile, as it has no field `format`; give what kvferry calibrate "
+                "kept or printed with --json"
+            )
+        if told["format"] != _FORMAT:
+            raise ConfigError(
+                f"device profile of format {told['format']!r}; this kvferry reads {_FORMAT}: run "
+                f"kvferry calibrate again"
             )
         fields = {field.name for field in dataclasses.fields(cls)}
         given = set(told) - {"format"}

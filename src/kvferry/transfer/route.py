@@ -105,7 +105,9 @@ def plan_route(
     }
     if places is None:
         if mover is Mover.STAGED:
-            raise PlanError(f"this transfer cannot be staged: {why_not_staged}")
+            raise PlanError(
+                f"this transfer cannot be staged: {why_not_staged}; change that, or leave mover out"
+            )
         return Route(Mover.DIRECT, direct_sizes, (), f"not staged: {why_not_staged}", seconds)
     fit = max(1, int(capacity / max(1, total / num_layers)))
     staged: dict[str, tuple[float, tuple[int, ...]]] = {}

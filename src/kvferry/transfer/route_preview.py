@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvferry.errors import PlanError
 from kvferry.geometry import LayerView, layer_order
-from kvferry.kernels import decide_span, pages_per_launch, span_args
+from kvferry.kernels import decide_span, no_kernel, pages_per_launch, span_args
 from kvferry.transfer.movers import DEFAULT_STAGING_BYTES
-from kvferry.transfer.paths import disabled_gpu_paths, staging_is_disabled
+from kvferry.transfer.paths import check_gpu_paths, disabled_gpu_paths, staging_is_disabled
 from kvferry.transfer.route import Route, plan_route
-from kvferry.transfer.router import host_places, planned_count
+from kvferry.transfer.router import host_places, planned_count, refuse_little_staging
 from kvferry.transfer.staging import (
     SHORT_PIECE_BYTES,
     Place,
@@ -45,8 +45,8 @@ class KernelUse(NamedTuple):
     layers: tuple[int, ...]
     """Model layers."""
 
-    kernel: str | None
-    """``flat`` or ``realign``; None: no kernel takes them, and an engine refuses the transfer."""
+    kernel: str
+    """``flat`` or ``realign``."""
 
     reason: str
 
@@ -108,14 +108,13 @@ def preview_route(
     host_run: int | None = None,
     device_run: int = 1,
     host_layout: Layout = Layout.PAGE_MAJOR,
-    staging_bytes: int = DEFAULT_STAGING_BYTES,
+    staging_bytes: int | None = None,
     mover: Mover | None = None,
 ) -> RoutePreview:
     """How an engine would carry `num_pages` pages of all planes that follow the tokens.
 
-    It looks at KVFERRY_DISABLE_PATHS, as an engine does, and at no GPU. `staging_bytes` too few for
-    a page of one layer make a direct route with that reason, where an engine that is given so few
-    and may take either mover is refused when it is made.
+    It looks at KVFERRY_DISABLE_PATHS, as an engine does, and at no GPU. What an engine refuses is
+    refused here.
 
     Args:
         geometry: The planes.
@@ -125,18 +124,23 @@ def preview_route(
         host_run: Pages that keep neighbouring host slots, from 1; None: all of them.
         device_run: Tokens that keep neighbouring device slots.
         host_layout: Of the host pool. PAGE_MAJOR is kvferry's own.
-        staging_bytes: Of a direction; 0: nothing is staged.
+        staging_bytes: Of a direction; None: 64 MiB; 0: nothing is staged.
         mover: Take this one; None: the faster.
 
     Raises:
         PlanError: A count is below 1, no plane follows the tokens, `mover` is STAGED and this
-            cannot be staged, or these are more pages than kernels take at once.
-        ConfigError: KVFERRY_DISABLE_PATHS names what is no path.
+            cannot be staged, no kernel takes an element, or these are more pages than kernels
+            take at once.
+        ConfigError: KVFERRY_DISABLE_PATHS names what is no path, or all that could serve a GPU; or
+            `staging_bytes` is given and too little for a page of one layer.
     """
     counts = {"num_pages": num_pages, "host_run": host_run, "device_run": device_run}
     for name, count in counts.items():
         if count is not None and count < 1:
             raise PlanError(f"{name} must be 1 or more, not {count:,}")
+    check_gpu_paths(disabled_gpu_paths())
+    is_given = staging_bytes is not None
+    staging_bytes = DEFAULT_STAGING_BYTES if staging_bytes is None else staging_bytes
     if staging_bytes < 0:
         raise PlanError(f"staging_bytes must be 0 or more, not {staging_bytes:,}")
     spans = geometry.spans_by_layer(SlotKind.PAGE)
@@ -151,6 +155,8 @@ def preview_route(
         why_not = "staging_bytes is 0"
     else:
         places, why_not = host_places(spans, lambda span: views[span.index], capacity)
+        if is_given and mover is None:
+            refuse_little_staging(staging_bytes, why_not)
 
     def route_of(pages: int, runs: int) -> Route:
         return plan_route(
@@ -257,27 +263,28 @@ def _kernels(
     else:
         sides = [(span, views[span.index]) for span in spans]
     disabled = disabled_gpu_paths()
-    layers: dict[tuple[int, CopyPath | None, str], list[int]] = {}
+    layers: dict[tuple[int, CopyPath, str], list[int]] = {}
     all_args = []
     for span, host in sides:
         device = _device_view(span)
         run_rows = math.gcd(device_run, span.rows)
         decision = decide_span(span, device, host, run_rows=run_rows, disabled=disabled)
+        if decision.chosen is None:
+            raise no_kernel(span, decision)
         key = (span.plane_index, decision.chosen, decision.reason)
         layers.setdefault(key, []).append(span.model_layer)
-        if decision.chosen is not None:
-            all_args.append(
-                span_args(
-                    span,
-                    device,
-                    host,
-                    run_rows=run_rows,
-                    digest_address=0,
-                    digest_stride=8,
-                    rows_table=0,
-                )
+        all_args.append(
+            span_args(
+                span,
+                device,
+                host,
+                run_rows=run_rows,
+                digest_address=0,
+                digest_stride=8,
+                rows_table=0,
             )
-    most = pages_per_launch(all_args) if all_args else num_pages
+        )
+    most = pages_per_launch(all_args)
     if num_pages > most:
         raise PlanError(
             f"{num_pages:,} pages in one transfer; kernels take {most:,} of this geometry at once: "

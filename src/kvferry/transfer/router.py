@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvferry.transfer.plan import TransferPlan
     from kvferry.transfer.profile import DeviceProfile
 
-__all__ = ["Router", "check_staging_bytes", "host_places", "planned_count"]
+__all__ = ["Router", "check_staging_bytes", "host_places", "planned_count", "refuse_little_staging"]
 
 _MAX_ROUTES = 1024
 
@@ -57,7 +57,9 @@ class Router:
         if not self._why_not:
             self._places, self._why_not = _places(host, self.capacity)
         if self._why_not and mover is Mover.STAGED:
-            raise ConfigError(f"nothing can be staged here: {self._why_not}")
+            raise ConfigError(
+                f"nothing can be staged here: {self._why_not}; change that, or leave mover out"
+            )
         self.batched = True
         """Whether all pages of a piece are copied in one call: the mover's to say."""
 
@@ -106,7 +108,11 @@ class Router:
 
 def check_staging_bytes(host: HostPages, staging_bytes: int) -> None:
     """Raise ConfigError where a page of one layer takes more than half of it."""
-    _, why_not = _places(host, piece_capacity(staging_bytes))
+    refuse_little_staging(staging_bytes, _places(host, piece_capacity(staging_bytes))[1])
+
+
+def refuse_little_staging(staging_bytes: int, why_not: str) -> None:
+    """Raise ConfigError where `why_not`, of `host_places`, is that they are too few."""
     if "staging_bytes" in why_not:
         raise ConfigError(f"staging_bytes={staging_bytes:,} is too little: {why_not}")
 

@@ -8,8 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvferry.errors import PlanError
-from kvferry.kernels import CopyDecision, CopyPath, GroupedConfig, decide_span, span_args
+from kvferry.kernels import CopyDecision, CopyPath, GroupedConfig, decide_span, no_kernel, span_args
 from kvferry.transfer.closing import close_all
 from kvferry.transfer.span_table import Carried, SpanTable
 from kvferry.types import Direction, Mover
@@ -165,10 +164,7 @@ class SpanTables:
     def _carry(self, span: Span, rows_table: int, run_rows: int, host: LayerView | None) -> Carried:
         decision = self.decide(span, run_rows, host)
         if decision.chosen is None:
-            raise PlanError(
-                f"plane {span.plane.name!r}, layer {span.layer} cannot move as asked: "
-                f"{decision.reason}"
-            )
+            raise no_kernel(span, decision)
         grouped: GroupedConfig | None = None
         if decision.chosen is CopyPath.GROUPED:
             grouped = decision.grouped.config

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvferry.adapters.transformers.cache_shape import _PACKAGES
 from kvferry.errors import (
     CompileError,
     CompilerVersionError,
@@ -23,9 +25,12 @@ from kvferry.kernels.jit import (
     compile_cubin,
     compile_report,
     compiler,
+    install_line,
     installed_compiler,
 )
+from kvferry.kernels.jit.packages import PACKAGES
 
+_ROOT = Path(__file__).parents[3]
 _ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
 
 
@@ -161,10 +166,10 @@ def test_a_unit_without_a_kernel_has_no_report() -> None:
 @pytest.mark.parametrize(
     ("driver", "line"),
     [
-        ((12, 4), "pip install 'kvferry[cuda12]'"),
-        ((13, 0), "pip install 'kvferry[cuda13]'"),
-        ((14, 1), "pip install 'kvferry[cuda13]'"),
-        (None, "pip install 'kvferry[cuda13]', or 'kvferry[cuda12]' for a driver of CUDA 12"),
+        ((12, 4), install_line(12)),
+        ((13, 0), install_line(13)),
+        ((14, 1), install_line(13)),
+        (None, f"{install_line(13)}; for a driver of CUDA 12: {install_line(12)}"),
     ],
 )
 @pytest.mark.parametrize("present", [{}, {"cuda_bindings": "13.0.3"}])
@@ -180,6 +185,20 @@ def test_without_a_compiler_the_line_that_installs_it_is_said(
     monkeypatch.setattr(compiler, "driver_version", lambda: driver)
     with pytest.raises(MissingDependencyError, match=re.escape(line)):
         compile_cubin(tiny, "sm_90")
+
+
+def test_what_is_to_be_installed_is_what_the_extras_bring() -> None:
+    """The line names packages with their versions, for the nearest CUDA that there are some for."""
+    extras = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert {f"cuda{major}": list(names) for major, names in PACKAGES.items()} == {
+        name: names for name, names in extras.items() if name.startswith("cuda")
+    }
+    assert list(_PACKAGES) == extras["transformers"]
+    assert install_line(11) == install_line(12)
+    assert install_line(14) == install_line(13)
+    assert install_line(13) == "pip install 'cuda-bindings==13.*' 'nvidia-cuda-nvrtc==13.*'"
 
 
 def test_a_driver_that_no_compiler_serves(

@@ -58,12 +58,12 @@ def test_a_gpu_that_is_not_there(driver: Driver, device: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "extra"), [(12040, "cuda12"), (12090, "cuda12"), (11080, "cuda12")]
+    ("version", "package"), [(12040, "nvrtc-cu12"), (12090, "nvrtc-cu12"), (11080, "nvrtc-cu12")]
 )
-def test_bindings_newer_than_the_driver(bindings: FakeBindings, version: int, extra: str) -> None:
+def test_bindings_newer_than_the_driver(bindings: FakeBindings, version: int, package: str) -> None:
     """They are refused: functions changed their parameters between major versions."""
     bindings.version = version
-    with pytest.raises(DriverTooOldError, match=rf"13\.0\.3.*{extra}"):
+    with pytest.raises(DriverTooOldError, match=rf"13\.0\.3.*{package}"):
         Driver(bindings, "13.0.3")
 
 
@@ -84,7 +84,7 @@ def test_without_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "cuda"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", absent)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'kvferry\[cuda1"):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'cuda-bindings"):
         Driver.open()
 
 

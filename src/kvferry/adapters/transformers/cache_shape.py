@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["CacheShape", "LayerShape", "cache_keyword", "empty_cache", "fill_cache"]
 
 _TOKEN_DIM = 2
+# As in the extra of this name.
+_PACKAGES = ("torch>=2.11", "transformers>=5.17")
 
 
 class LayerShape(NamedTuple):
@@ -173,8 +175,8 @@ def _libraries() -> tuple[Any, Any]:
         from transformers.cache_utils import DynamicCache, DynamicLayer
     except ImportError as absent:
         raise MissingDependencyError(
-            f"the transformers adapter needs torch and transformers 5.17 or newer ({absent}): "
-            f"pip install 'kvferry[transformers]'"
+            f"the transformers adapter needs torch and transformers ({absent}): "
+            f"pip install {' '.join(map(repr, _PACKAGES))}"
         ) from absent
     return DynamicCache, DynamicLayer
 

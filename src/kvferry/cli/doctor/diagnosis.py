@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvferry.cli.doctor.gpu_report import GpuReading, GpuReport
 from kvferry.cli.doctor.host_reading import HostReading, Slot
+from kvferry.kernels.jit import install_line
 from kvferry.memory import check_budget, format_bytes
 
 __all__ = ["Check", "Diagnosis", "Status", "diagnose"]
@@ -54,6 +55,7 @@ class Diagnosis(NamedTuple):
 def diagnose(host: HostReading, gpus: GpuReport) -> Diagnosis:
     """Judge what was read."""
     checks = (
+        _environment(host),
         _driver(host, gpus),
         *_gpus(gpus),
         _compiler(gpus),
@@ -73,6 +75,17 @@ def diagnose(host: HostReading, gpus: GpuReport) -> Diagnosis:
 def _slots(host: HostReading, gpus: GpuReport) -> list[Slot]:
     missing = len(gpus.gpus) - len(host.slots)
     return [*host.slots, *[Slot()] * missing][: len(gpus.gpus)]
+
+
+def _environment(host: HostReading) -> Check:
+    if host.bad_variables:
+        return Check(
+            "environment",
+            Status.FAIL,
+            f"{', '.join(host.bad_variables)}: not accepted",
+            "; ".join(dict.fromkeys(host.bad_variables.values())),
+        )
+    return Check("environment", Status.OK, "no KVFERRY_ variable has a bad value")
 
 
 def _driver(host: HostReading, gpus: GpuReport) -> Check:
@@ -135,7 +148,7 @@ def _compiler(gpus: GpuReport) -> Check:
             "compiler",
             Status.FAIL,
             f"{gpus.compiler}, newer than the driver's CUDA {gpus.driver[0]}",
-            f"update the driver, or pip install 'kvferry[cuda{max(gpus.driver[0], 12)}]'",
+            f"update the driver, or {install_line(gpus.driver[0])}",
         )
     return Check("compiler", Status.OK, gpus.compiler)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvferry.errors import KVFerryError
@@ -52,6 +52,8 @@ class HostReading:
     cpu_paths_error: str | None = None
     has_compiled_path: bool = False
     """Whether the C kernel was built when kvferry was installed."""
+    bad_variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Environment variables with a value that is not accepted, and what is wrong with each."""
 
 
 def read_host(
@@ -96,7 +98,21 @@ def read_host(
         cpu_paths=paths,
         cpu_paths_error=paths_error,
         has_compiled_path=native_library() is not None,
+        bad_variables=_bad_variables(),
     )
+
+
+def _bad_variables() -> dict[str, str]:
+    """Those with names of their own, then the settings of a cache, which a file may give too."""
+    from kvferry.config import Config
+    from kvferry.transfer import check_environment
+
+    found = check_environment()
+    try:
+        Config.resolve()
+    except KVFerryError as bad:
+        found.setdefault("settings", str(bad))
+    return found
 
 
 def parse_list(text: str) -> tuple[int, ...]:

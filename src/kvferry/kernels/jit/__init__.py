@@ -25,6 +25,7 @@ from kvferry.kernels.jit.cubin_cache import CacheCounts, CubinCache
 from kvferry.kernels.jit.driver import Context, Driver, Function, Module, driver_version
 from kvferry.kernels.jit.kernel_source import Header, KernelSource, cubin_key
 from kvferry.kernels.jit.launch import MAX_SHARED_BYTES, PreparedLaunch
+from kvferry.kernels.jit.packages import install_line
 from kvferry.kernels.jit.piece_copy import PieceCopy
 from kvferry.kernels.jit.queue import DeviceBuffer, Event, PinnedBuffer, Stream
 from kvferry.kernels.jit.row_copy import RowCopy
@@ -61,6 +62,7 @@ __all__ = [
     "cubin_for",
     "cubin_key",
     "driver_version",
+    "install_line",
     "installed_compiler",
     "others_may_write",
     "process_loader",

@@ -20,6 +20,7 @@ from kvferry.errors import (
 )
 from kvferry.kernels.jit.driver import driver_version
 from kvferry.kernels.jit.kernel_source import KernelSource
+from kvferry.kernels.jit.packages import PACKAGES, install_line
 
 __all__ = [
     "OPTIONS",
@@ -201,8 +202,8 @@ def _open(compiler: Compiler) -> Any:
     # The bindings have a plain RuntimeError, or a subclass, for a library that does not open.
     except (ImportError, RuntimeError) as error:
         raise MissingDependencyError(
-            f"{compiler.identity} is installed but does not open ({error}); install it again with "
-            f"pip install --force-reinstall '{compiler.package}=={compiler.version}' and {_extra()}"
+            f"{compiler.identity} is installed but does not open ({error}); install it again: pip "
+            f"install --force-reinstall '{compiler.package}=={compiler.version}', and {_extra()}"
         ) from error
     _check(nvrtc, status, "say its version")
     if tuple(found) != compiler.release:
@@ -287,10 +288,11 @@ def _extra() -> str:
     """The line that installs bindings and compiler for this machine's driver."""
     driver = driver_version()
     if driver is None:
-        return "pip install 'kvferry[cuda13]', or 'kvferry[cuda12]' for a driver of CUDA 12"
+        newest, oldest = max(PACKAGES), min(PACKAGES)
+        return f"{install_line(newest)}; for a driver of CUDA {oldest}: {install_line(oldest)}"
     if driver[0] < 12:
         raise DriverTooOldError(
             f"the driver is of CUDA {driver[0]}.{driver[1]}, and the oldest that kvferry's kernels "
             "run on is 12.0; update it"
         )
-    return f"pip install 'kvferry[cuda{min(driver[0], 13)}]'"
+    return install_line(driver[0])

@@ -18,6 +18,7 @@ from kvferry.errors import (
     MissingDependencyError,
     NoDeviceError,
 )
+from kvferry.kernels.jit.packages import PACKAGES, install_line
 
 __all__ = ["Context", "Driver", "Function", "Module", "driver_version"]
 
@@ -75,7 +76,7 @@ class Driver:
         except RuntimeError as error:
             raise NoDeviceError(
                 f"the NVIDIA driver does not open ({error}); install it, or in a container pass "
-                "the GPU through. Without a GPU use the paths for the CPU"
+                "the GPU through. Pools in host memory need no driver, but a GPU does"
             ) from error
         self.check(status, "start")
         self.version = _release(self.call("cuDriverGetVersion"))
@@ -85,7 +86,7 @@ class Driver:
             raise DriverTooOldError(
                 f"cuda-bindings {bindings_version} is made for drivers of CUDA {major}, and this "
                 f"one is of {self._release_text}; update the driver, or "
-                f"pip install 'kvferry[cuda{max(self.version[0], 12)}]'"
+                f"{install_line(self.version[0])}"
             )
 
     @classmethod
@@ -99,10 +100,9 @@ class Driver:
             from cuda.bindings import driver
         except ImportError as error:
             found = driver_version()
-            extra = "cuda12" if found is not None and found[0] == 12 else "cuda13"
+            line = install_line(max(PACKAGES) if found is None else found[0])
             raise MissingDependencyError(
-                f"cuda-bindings is not installed, and a GPU cannot be used without it: "
-                f"pip install 'kvferry[{extra}]'"
+                f"cuda-bindings is not installed, and a GPU cannot be used without it: {line}"
             ) from error
         return cls(driver, importlib.metadata.version("cuda-bindings"))
 
@@ -226,7 +226,7 @@ class Context:
             raise DriverTooOldError(
                 f"the kernel was compiled by CUDA {compiler_major}, and the driver is of CUDA "
                 f"{driver.version[0]}.{driver.version[1]}; update the driver, or "
-                f"pip install 'kvferry[cuda{max(driver.version[0], 12)}]'"
+                f"{install_line(driver.version[0])}"
             )
         with self.current():
             return Module(self, driver.call("cuModuleLoadData", image))
