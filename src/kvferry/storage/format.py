@@ -124,11 +124,12 @@ class ObjectHeader:
         return bytes(packed)
 
 
-def checksum(data: bytes | bytearray | memoryview) -> bytes:
-    """xxh3-128 in its canonical (big-endian) form."""
+def checksum(*parts: bytes | bytearray | memoryview) -> bytes:
+    """xxh3-128 of `parts`, one after another, in its canonical (big-endian) form."""
     # Unlike the call in one step, `update` releases the interpreter lock for what is large.
     state = xxhash.xxh3_128()
-    state.update(data)
+    for part in parts:
+        state.update(part)
     return state.digest()
 
 
