@@ -6,7 +6,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from typing import Any, ClassVar
+from typing import Any
 
 
 class _Anything(type):
@@ -21,7 +21,7 @@ class _Anything(type):
 class _Stub(types.ModuleType):
     """A module all of whose names are classes that do nothing."""
 
-    __path__: ClassVar[list[str]] = []
+    __path__ = []  # noqa: RUF012
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

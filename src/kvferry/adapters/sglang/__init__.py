@@ -9,7 +9,33 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__: list[str] = []
+from kvferry.adapters.sglang.hicache import (
+    can_use_hicache_jit_kernel,
+    can_use_write_back_jit_kernel,
+    transfer_hicache_all_layer,
+    transfer_hicache_all_layer_mla,
+    transfer_hicache_all_layer_mla_staged_lf_pf,
+    transfer_hicache_all_layer_staged_lf_pf,
+    transfer_hicache_one_layer,
+    transfer_hicache_one_layer_mla,
+    transfer_kv_per_layer_mla,
+    transfer_kv_per_layer_mla_pf_lf,
+    why_not,
+)
+
+__all__ = [
+    "can_use_hicache_jit_kernel",
+    "can_use_write_back_jit_kernel",
+    "transfer_hicache_all_layer",
+    "transfer_hicache_all_layer_mla",
+    "transfer_hicache_all_layer_mla_staged_lf_pf",
+    "transfer_hicache_all_layer_staged_lf_pf",
+    "transfer_hicache_one_layer",
+    "transfer_hicache_one_layer_mla",
+    "transfer_kv_per_layer_mla",
+    "transfer_kv_per_layer_mla_pf_lf",
+    "why_not",
+]
 
 
 def __getattr__(name: str) -> Any:
