@@ -1,4 +1,4 @@
-"""HiCache's functions with kvferry's kernels, against copies made row by row. No engine is needed."""
+"""HiCache's functions on a GPU, against copies made row by row. No engine is needed."""
 
 from __future__ import annotations
 
@@ -275,7 +275,11 @@ def test_pages_of_an_indexer(layer: int) -> None:
     first, second = _plane(132 * 64, False, rows=(40, 60)), _plane(132 * 64, True, 9, rows=(40, 60))
     rows = [scattered(90 + n, 24, (40, 60)[n]) for n in (0, 1)]
     expected = [plane.after(True, rows[0], rows[1], [layer]) for plane in (first, second)]
-    given = {"src_indices": _rows(rows[1]), "dst_indices": _rows(rows[0]), "item_size": 132 * 64}
+    given: dict[str, Any] = {
+        "src_indices": _rows(rows[1]),
+        "dst_indices": _rows(rows[0]),
+        "item_size": 132 * 64,
+    }
     adapter.transfer_kv_per_layer_mla(
         first.host_tensors[layer], first.device_tensors[layer], **given
     )

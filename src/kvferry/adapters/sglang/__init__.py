@@ -22,10 +22,15 @@ from kvferry.adapters.sglang.hicache import (
     transfer_kv_per_layer_mla_pf_lf,
     why_not,
 )
+from kvferry.adapters.sglang.install import Installed, Replaced, install, install_as_plugin
 
 __all__ = [
+    "Installed",
+    "Replaced",
     "can_use_hicache_jit_kernel",
     "can_use_write_back_jit_kernel",
+    "install",
+    "install_as_plugin",
     "transfer_hicache_all_layer",
     "transfer_hicache_all_layer_mla",
     "transfer_hicache_all_layer_mla_staged_lf_pf",

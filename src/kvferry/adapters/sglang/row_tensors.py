@@ -125,7 +125,7 @@ class Gpu:
 
     def _addresses(self, name: str, table: Any) -> tuple[tuple[int, ...], bool]:
         known = self._tables.get(id(table))
-        version = int(table._version)
+        version = 0 if table.is_inference() else int(table._version)
         if known is not None and known.table() is table and known.version == version:
             return known.addresses, known.on_host
         addresses = tuple(int(address) & (1 << 64) - 1 for address in table.tolist())
