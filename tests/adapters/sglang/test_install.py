@@ -162,7 +162,7 @@ def test_other_series_are_refused(monkeypatch: pytest.MonkeyPatch, version: str)
 def test_as_a_plug_in_it_stops_no_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An engine that is not known keeps its functions, and the log says so; a known one has ours."""
+    """An engine that is not known keeps its functions, and the log says so."""
     engine = Engine(monkeypatch, HOMES[1], "0.6.0")
     adapter.install_as_plugin()
     assert "0.6.0" in caplog.text
