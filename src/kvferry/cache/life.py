@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any, Self
 
@@ -90,15 +91,15 @@ class CacheLife:
         """
         generation = self._manager.new_generation()
         opened = open_backend(backend, **options) if isinstance(backend, str) else backend
-        if probe:
-            result = try_backend(opened)
-            if not result.ok:
-                if isinstance(backend, str):
-                    opened.close()
+        with contextlib.ExitStack() as unless_attached:
+            if isinstance(backend, str):  # what was opened here is closed here
+                unless_attached.callback(opened.close)
+            if probe and not (result := try_backend(opened)).ok:
                 raise StorageError(
                     f"storage does not do what it should: {result.reason}; see to it, or attach "
                     f"another backend (probe=False goes without this test)"
                 )
+            unless_attached.pop_all()
         self._data.attach_storage(generation, opened, num_threads=self._num_threads)
         self.switches.flip(storage=True)
         self.poll()

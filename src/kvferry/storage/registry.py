@@ -77,14 +77,25 @@ def try_backend(backend: StorageBackend) -> ItemResult:
         "delete": lambda: backend.delete([key]),
     }
     for step, call in steps.items():
-        (result,) = call()
+        result = _outcome(call)
         if not result.ok:
             reason = f"the {step} of a probe: {result.status.value} {result.reason}".rstrip()
             return result._replace(reason=reason)
         if step == "read" and read.view != wrote.view:
-            backend.delete([key])
+            _outcome(steps["delete"])
             return ItemResult(ItemStatus.CORRUPT, reason="a probe came back with other bytes")
     return ItemResult(ItemStatus.OK, _PROBE_BYTES)
+
+
+def _outcome(call: Callable[[], list[ItemResult]]) -> ItemResult:
+    """The one result of `call`, or why there is none."""
+    try:
+        found: Any = call()
+    except Exception as bad:  # noqa: BLE001  other people's code: whatever it raises is a value
+        return ItemResult(ItemStatus.FAILED, reason=f"it raised {type(bad).__name__}: {bad}")
+    if not isinstance(found, list) or len(found) != 1 or not isinstance(found[0], ItemResult):
+        return ItemResult(ItemStatus.FAILED, reason=f"it returned {str(found)[:80]} for one item")
+    return found[0]
 
 
 def _class_of(name: str) -> Any:

@@ -11,6 +11,7 @@ from kvferry.events import (
     PagesStored,
     chains_of,
 )
+from kvferry.tiers.hints import StorageHints
 from kvferry.types import SlotKind, Tier
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class Control:
         self.switches = switches
         self.jobs = jobs
         self.link = link
+        most_slots = max((tier.num_slots for tier in tiers.values()), default=0)
+        self.hints = StorageHints(index, max(options.max_storage_hints, 2 * most_slots))
         self.metrics = metrics
         self.events = events
         self.clock = clock

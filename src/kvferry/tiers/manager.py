@@ -203,7 +203,7 @@ class TierManager:
     ) -> LoadHandle:
         """Load what was found, from `skip_tokens` on. Nothing below that is written."""
         self._check_open()
-        handle = LoadHandle(self._control.pump, skip_tokens=skip_tokens)
+        handle = LoadHandle(self._control.pump, skip_tokens=skip_tokens, of_pages=len(found.keys))
         handle.manager = self
         if found.life != self._control.life:
             handle.done, handle.reason, handle.usable = True, Reason.STALE_MATCH, skip_tokens
@@ -263,9 +263,9 @@ class TierManager:
         control.events.dispatch()
         return len(completions)
 
-    def agree_tokens(self, tokens: int, timeout: float | None = None) -> int:
-        """The smallest of all ranks' numbers of tokens."""
-        return self._agreement.count(tokens, timeout)
+    def agree_loaded(self, load: LoadHandle, timeout: float | None = None) -> int:
+        """How many tokens of a load that is over all ranks can use."""
+        return self._agreement.loaded(load, self._control.rule, self._control.page_size, timeout)
 
     # ---------------------------------------------------------------- storage
 
@@ -297,7 +297,7 @@ class TierManager:
             if tier.kind is SlotKind.PAGE:
                 control.tell_evicted(Tier.HOST, tier.resident_nodes(), "reset")
             tier.wipe()
-        control.index.reset()
+        control.hints.reset()
         self._stores.forget_hits()
 
     def offer_all(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from kvferry.geometry import Geometry
 
-__all__ = ["DeviceSlots"]
+__all__ = ["DeviceSlots", "check_whole"]
 
 
 class DeviceSlots:
@@ -75,6 +76,18 @@ class DeviceSlots:
             return flat[first * rows : (last + 1) * rows].reshape(-1, rows)
         whole = flat[: (last + 1) * rows].reshape(-1, rows)
         return whole[positions]
+
+
+def check_whole(what: str, tokens: int, most: int | None = None) -> int:
+    """`tokens`, a number of leading tokens of a prompt. Raises PlanError for one that is none."""
+    try:
+        count = operator.index(tokens)
+    except TypeError as bad:
+        raise PlanError(f"{what} is {tokens!r}; it must be a whole number") from bad
+    if count < 0 or (most is not None and count > most):
+        limit = "more" if most is None else f"at most {most}"
+        raise PlanError(f"{what} is {count}; give 0 or {limit}, counted from the prompt's start")
+    return count
 
 
 def _flat(given: Any) -> Any:

@@ -54,7 +54,9 @@ class _ProbeJob(Job):
     def finish(self, completion: Completion) -> None:
         completion = answer(completion, Found)
         if completion.error:
-            self.handle.reason, self.handle.error = Reason.STORAGE_FAILED, completion.error
+            refused = completion.refused
+            self.handle.reason = Reason.STORAGE_REFUSED if refused else Reason.STORAGE_FAILED
+            self.handle.error = completion.error
         else:
             self.handle.found = completion.found
         self.handle.done = True
@@ -118,9 +120,7 @@ class StorageDesk:
                 _DetachJob(), lambda number: DetachStorage(job=number, generation=generation)
             )
         if force:
-            for job in control.jobs:
-                if job.generation == link.generation and not job.is_late:
-                    job.late()
+            control.jobs.give_up(link.generation)
             self.gone(link.generation)
         return self._is_gone()
 
@@ -133,8 +133,7 @@ class StorageDesk:
         if generation == link.generation and link.state is not LinkState.NONE:
             link.detached(generation)
             # The next backend has none of it, as far as anybody knows.
-            self._control.index.clear_stored()
-            self._backup.forget_storage()
+            self._control.hints.forget()
 
     def probe(self, keys: Sequence[bytes]) -> ProbeHandle:
         """Ask storage which of these pages it has."""
@@ -159,15 +158,15 @@ class StorageDesk:
         """Pages with wrong bytes are taken out of storage too, where they may have come from."""
         control = self._control
         nodes = [node for key in keys if (node := control.index.node_of(key)) is not None]
-        if kind is SlotKind.PAGE:
-            control.index.set_stored(nodes, False)
-        else:
-            self._backup.states_stored.difference_update(keys)
-        if not keys or control.link.state is not LinkState.ATTACHED:
+        is_there = bool(keys) and control.link.state is LinkState.ATTACHED
+        if is_there:
+            control.tell_quarantined(Tier.STORAGE, kind, nodes, "digest")
+        control.hints.drop(kind, keys)
+        if not is_there:
             return
-        for key in keys:
-            control.link.misses.add(key)
-        control.tell_quarantined(Tier.STORAGE, kind, nodes, "digest")
+        if kind is SlotKind.PAGE:
+            for key in keys:
+                control.link.misses.add(key)
         generation = control.link.generation
         control.jobs.start(
             _QuarantineJob(kind),
