@@ -7,8 +7,8 @@ import time
 from typing import TYPE_CHECKING, Any, Self
 
 from kvferry.cache.reports import CloseReport, FlushReport
-from kvferry.errors import PoolInUseError, StorageError
-from kvferry.storage import open_backend, try_backend
+from kvferry.errors import ConfigError, PoolInUseError, StorageError
+from kvferry.storage import check_backend, open_backend, try_backend
 from kvferry.tiers import LinkState
 
 if TYPE_CHECKING:
@@ -90,7 +90,16 @@ class CacheLife:
             StorageError: It cannot be opened, or the probe failed.
         """
         generation = self._manager.new_generation()
-        opened = open_backend(backend, **options) if isinstance(backend, str) else backend
+        if isinstance(backend, str):
+            opened = open_backend(backend, **options)
+        elif options:
+            raise ConfigError(
+                f"options {', '.join(options)} are for a backend that is opened here: give its "
+                f"name, or open it with them"
+            )
+        else:
+            check_backend(backend, f"storage={str(backend)[:80]}")
+            opened = backend
         with contextlib.ExitStack() as unless_attached:
             if isinstance(backend, str):  # what was opened here is closed here
                 unless_attached.callback(opened.close)
@@ -130,19 +139,42 @@ class CacheLife:
         device are not on the host, and cannot be written.
         """
         deadline = time.monotonic() + timeout
+        num_left, is_told = 0, False
+        for _ in range(2):  # again what storage dropped meanwhile, to make room for others
+            num_left = self._write_all(deadline)
+            num_dropped = None if num_left else self._ask_for_all(deadline)
+            is_told = num_dropped is not None
+            if not num_dropped:
+                break
+        unstored, holes = self._manager.backup_gaps()
+        return FlushReport(
+            complete=is_told and not (num_left or unstored or holes),
+            num_left=num_left,
+            num_unstored=unstored,
+            num_holes=holes,
+        )
+
+    def _write_all(self, deadline: float) -> int:
+        """Write what storage lacks, as far as is known; how many pages are left."""
         num_left = self._manager.offer_all()
         while num_left and (left := deadline - time.monotonic()) > 0:
             if self._manager.storage_state is not LinkState.ATTACHED:
                 break
             self._pump(left)
             num_left = self._manager.offer_all()
-        unstored, holes = self._manager.backup_gaps()
-        return FlushReport(
-            complete=not (num_left or unstored or holes),
-            num_left=num_left,
-            num_unstored=unstored,
-            num_holes=holes,
-        )
+        return num_left
+
+    def _ask_for_all(self, deadline: float) -> int | None:
+        """How many of the pages that were written storage says it has not; None: it did not say."""
+        if not self._manager.options.writes_storage:  # what it has, another rank writes
+            return 0
+        handles = self._manager.confirm_stored()
+        for handle in handles:
+            while not handle.done and (left := deadline - time.monotonic()) > 0:
+                self._pump(left)
+        if any(handle.reason or not handle.done for handle in handles):
+            return None
+        return sum(handle.found.count(False) for handle in handles)
 
     # ---------------------------------------------------------------- ends
 

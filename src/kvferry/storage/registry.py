@@ -12,7 +12,7 @@ from kvferry.errors import BackendInterfaceError, ConfigError, StorageError
 from kvferry.storage.base import INTERFACE_VERSION, Buffers, ItemResult, ItemStatus, StorageBackend
 from kvferry.storage.raw_memory import AlignedBlock
 
-__all__ = ["BACKENDS", "open_backend", "try_backend"]
+__all__ = ["BACKENDS", "check_backend", "open_backend", "try_backend"]
 
 BACKENDS = {
     "file": "kvferry.storage.file:FileBackend",
@@ -37,20 +37,7 @@ def open_backend(name: str, **options: Any) -> StorageBackend:
         StorageError: The backend cannot be opened.
     """
     cls = _class_of(name)
-    missing = [method for method in _METHODS if not callable(getattr(cls, method, None))]
-    missing += [method for method in sorted(getattr(cls, "__abstractmethods__", ()))
-                if method not in missing]  # fmt: skip
-    if missing:
-        raise BackendInterfaceError(
-            f"{name!r} lacks {', '.join(missing)}; a subclass of kvferry.storage.StorageBackend "
-            f"needs all but quarantine, and another class that too"
-        )
-    version = getattr(cls, "interface_version", None)
-    if version != INTERFACE_VERSION:
-        raise BackendInterfaceError(
-            f"{name!r} has interface_version {version!r}, and this kvferry {INTERFACE_VERSION}: "
-            f"install versions of the two that go together"
-        )
+    check_backend(cls, repr(name))
     try:
         inspect.signature(cls).bind(**options)
     except TypeError as bad:
@@ -59,6 +46,24 @@ def open_backend(name: str, **options: Any) -> StorageBackend:
         ) from bad
     backend: StorageBackend = cls(**options)
     return backend
+
+
+def check_backend(backend: Any, name: str) -> None:
+    """Raise BackendInterfaceError unless `backend`, a class or an object, is a storage backend."""
+    missing = [method for method in _METHODS if not callable(getattr(backend, method, None))]
+    missing += [method for method in sorted(getattr(backend, "__abstractmethods__", ()))
+                if method not in missing]  # fmt: skip
+    if missing:
+        raise BackendInterfaceError(
+            f"{name} lacks {', '.join(missing)}; a subclass of kvferry.storage.StorageBackend "
+            f"needs all but quarantine, and another class that too"
+        )
+    version = getattr(backend, "interface_version", None)
+    if version != INTERFACE_VERSION:
+        raise BackendInterfaceError(
+            f"{name} has interface_version {version!r}, and this kvferry {INTERFACE_VERSION}: "
+            f"install versions of the two that go together"
+        )
 
 
 def try_backend(backend: StorageBackend) -> ItemResult:

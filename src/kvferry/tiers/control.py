@@ -128,6 +128,15 @@ class Control:
             pages.append((self.index.key_of(node), parent_key))
         return pages
 
+    def tell_load(self) -> None:
+        """How full the host is, and how many answers are due."""
+        if not self.metrics.enabled:
+            return
+        tier = self.tiers.get(SlotKind.PAGE)
+        if tier is not None:
+            self.metrics.occupancy(Tier.HOST, tier.num_in_use, tier.num_slots)
+        self.metrics.queue("jobs", len(self.jobs))
+
     def tell_stored(self, tier: Tier, kind: SlotKind, nodes: Sequence[int]) -> None:
         """`nodes` are in `tier` now."""
         if not nodes:

@@ -39,7 +39,8 @@ class FetchReads:
         if hole is None and not fetch.reason:
             self._start_reads(fetch)
         if self._is_over(fetch, hole):
-            self._desk.stop(fetch, fetch.reason)
+            is_all = fetch.end == len(fetch.keys)
+            self._desk.stop(fetch, fetch.reason or (Reason.NONE if is_all else Reason.MISSING))
 
     @staticmethod
     def _is_over(fetch: FetchHandle, hole: int | None) -> bool:

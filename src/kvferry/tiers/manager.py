@@ -255,11 +255,7 @@ class TierManager:
         control.jobs.call_late(control.clock())
         self._prefetch.tick(changed=bool(completions))
         self._backup.dispatch()
-        if control.metrics.enabled:
-            for tier in control.tiers.values():
-                if tier.kind is SlotKind.PAGE:
-                    control.metrics.occupancy(Tier.HOST, tier.num_in_use, tier.num_slots)
-            control.metrics.queue("jobs", len(control.jobs))
+        control.tell_load()
         control.events.dispatch()
         return len(completions)
 
@@ -282,6 +278,10 @@ class TierManager:
         """Ask storage which of these pages it has."""
         self._check_open()
         return self._storage.probe(keys)
+
+    def confirm_stored(self) -> list[ProbeHandle]:
+        """Ask storage for the host's pages that it is thought to have, see `StorageDesk`."""
+        return self._storage.confirm()
 
     # ---------------------------------------------------------------- ends
 
