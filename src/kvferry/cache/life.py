@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, Self
 
 from kvferry.cache.reports import CloseReport, FlushReport
-from kvferry.errors import ConfigError, PoolInUseError, StorageError
+from kvferry.errors import BackendInterfaceError, ConfigError, PoolInUseError, StorageError
 from kvferry.storage import check_backend, open_backend, try_backend
 from kvferry.tiers import LinkState
 
@@ -98,6 +98,10 @@ class CacheLife:
                 f"name, or open it with them"
             )
         else:
+            if isinstance(backend, type):
+                raise BackendInterfaceError(
+                    f"storage={backend.__name__} is a class: open one of it"
+                )
             check_backend(backend, f"storage={str(backend)[:80]}")
             opened = backend
         with contextlib.ExitStack() as unless_attached:

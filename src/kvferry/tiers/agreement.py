@@ -41,7 +41,7 @@ class Agreement:
         Where planes are windows or states the smallest number of all ranks will not do: a rank that
         loaded more has the windows, or the state, of another prefix.
         """
-        if rule.is_monotone or self._ranks is None or self._ranks.size == 1:
+        if rule.loads_are_monotone or self._ranks is None or self._ranks.size == 1:
             return self.count(load.usable_tokens, timeout)
         mine = [0] * load.of_pages
         for count in load.usable_prefixes:

@@ -279,7 +279,7 @@ class Loads:
         windows = [page < restore.first_page or page in good_windows for page in range(count)]
         has_state = restore.has_state and not restore.state_is_bad
         prefixes = control.rule.loaded_prefixes(whole, windows, has_state=has_state)
-        if control.rule.is_monotone:  # all shorter ones too: one number says it
+        if control.rule.loads_are_monotone:  # all shorter ones too: one number says it
             handle.usable_prefixes = (next(prefixes, 0),)
         else:
             handle.usable_prefixes = tuple(prefixes)

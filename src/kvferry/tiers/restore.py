@@ -47,6 +47,10 @@ class RestoreRule:
             plane.name for plane in pages if plane.hit_rule.kind is HitKind.ALL_PAGES
         )
 
+        self.loads_are_monotone = not self.windows and not self.needs_state
+        """Whether every shorter prefix of one that was loaded can be used: the windows and the state
+        of a load belong to its end."""
+
     def pages_needed(self, num_pages: int) -> int:
         """How many pages at the end of a prefix of `num_pages` must be there."""
         return max(
