@@ -48,7 +48,7 @@ class RestoreRule:
         )
 
         self.loads_are_monotone = not self.windows and not self.needs_state
-        """Whether every shorter prefix of one that was loaded can be used: the windows and the state
+        """Whether every shorter prefix of one that was loaded can be used: windows and the state
         of a load belong to its end."""
 
     def pages_needed(self, num_pages: int) -> int:
