@@ -64,6 +64,22 @@ def test_the_rows_of_a_checkpoint_that_are_refused() -> None:
         cache.check_integrity()
 
 
+def test_rows_that_two_transfers_of_a_load_would_share() -> None:
+    """A window is loaded by a transfer of its own: slots are looked at over both."""
+    engine = Engine((K, WINDOW))
+    with engine.cache() as cache:
+        cache.store(TOKENS, device_slots=np.arange(18)).wait()
+        was = engine.rows(100, 16)
+        slots = np.arange(100, 116)
+        slots[15] = slots[0]
+        with pytest.raises(PlanError, match="100 twice"):
+            cache.load(cache.match(TOKENS), device_slots=slots)
+        assert equal(engine.rows(100, 16), was)
+        loaded = cache.load(cache.match(TOKENS), device_slots=np.arange(100, 116))
+        loaded.wait()
+        assert loaded.usable_tokens == 16
+
+
 class _Bad(MemoryBackend):
     """Raises or returns what no backend may."""
 

@@ -125,6 +125,8 @@ class Loads:
         handle.num_pages = count - first
         # All rows are looked at before the first byte moves.
         moves = [self._with_rows(*move, rows) for move in self._moves(first, count)]
+        if sum(move.kind is SlotKind.PAGE for move in moves) > 1:
+            rows.check_apart(range(first, count), control.rule.whole_planes)
         try:
             for move in moves:
                 self._move(restore, nodes, move, rows.device_run, stream)

@@ -62,6 +62,27 @@ class DeviceSlots:
             taken[name] = self._take(f"plane_slots[{name!r}]", given, pages, rows)
         return taken or None
 
+    def check_apart(self, pages: Sequence[int], planes: Sequence[str]) -> None:
+        """Raise PlanError where two of `pages` have a row of one of `planes` in common.
+
+        A plan looks for that itself; this is for pages that go in two plans. Slots that lie on the
+        device are not looked at, as there.
+        """
+        looked_at: set[int] = set()
+        for name in planes:
+            flat = self._plane_slots.get(name, self._device_slots)
+            if id(flat) in looked_at or not isinstance(flat, np.ndarray):
+                continue
+            looked_at.add(id(flat))
+            rows = self._geometry.rows_per_page(self._geometry.plane(name))
+            taken = np.sort(self._take(f"slots of plane {name!r}", flat, pages, rows).ravel())
+            twice = taken[1:][taken[1:] == taken[:-1]]
+            if twice.size:
+                raise PlanError(
+                    f"device slots of plane {name!r} name {twice[0]} twice as a destination; "
+                    f"every row may be written once in a load"
+                )
+
     def _take(self, what: str, flat: Any, pages: Sequence[int], rows: int) -> Any:
         positions = [page - self.first_page for page in pages]
         if not positions:
