@@ -13,7 +13,8 @@ from tests.cache.test_ferry import PAGE, STATE, TOKENS, Engine, K, equal
 from kvferry.errors import BackendInterfaceError, ConfigError, PlanError, StorageError
 from kvferry.geometry import HitRule, Plane
 from kvferry.ranks import ThreadRanks
-from kvferry.storage import Buffers, ItemResult, MemoryBackend
+from kvferry.storage import Buffers, ItemResult, ItemStatus, MemoryBackend
+from kvferry.testing.faulty_backend import Fault, FaultKind, FaultyBackend
 from kvferry.tiers import Reason
 from kvferry.tiers.state import Actor
 from kvferry.types import SlotKind
@@ -133,11 +134,18 @@ def test_a_backend_that_was_opened_and_not_attached_is_closed() -> None:
         assert opened.pop().num_closed == 1
 
 
-@pytest.mark.parametrize("given", [{"enabled": True}, 7, MemoryBackend], ids=repr)
+@pytest.mark.parametrize("given", [7, MemoryBackend], ids=repr)
 def test_what_is_no_backend_is_refused_by_name(given: Any) -> None:
-    """As a section of the config, given where a backend belongs."""
+    """A class too: nobody opened it."""
     with pytest.raises(BackendInterfaceError, match="storage="):
         Engine().cache(storage=given)
+
+
+@pytest.mark.parametrize("section", ["storage", "metrics"])
+def test_settings_where_an_object_belongs(section: str) -> None:
+    """These two sections have the name of a parameter; the message says where they belong."""
+    with pytest.raises(ConfigError, match=rf"Config.resolve\({section}="):
+        Engine().cache(**{section: {"enabled": True}})
 
 
 def test_options_are_for_a_backend_that_is_opened_here() -> None:
@@ -162,6 +170,19 @@ def test_flush_asks_storage_what_it_kept() -> None:
         report = cache.flush(20)
         assert backend.stats().objects == 3
         assert (report.complete, report.num_unstored) == (False, 1)
+
+
+def test_flush_does_not_hammer_a_storage_that_refuses() -> None:
+    """A few tries, and it says what is not stored."""
+    backend = FaultyBackend()
+    refused = Fault(FaultKind.STATUS, result=ItemResult(ItemStatus.REFUSED))
+    backend.script("write_from", None, refused, always=True)
+    with Engine().cache() as cache:
+        cache.attach_storage(backend, probe=False)
+        cache.store(TOKENS, device_slots=np.arange(18)).wait()
+        report = cache.flush(60)
+        assert (report.complete, report.num_left, report.num_unstored) == (False, 0, 4)
+        assert backend.count("write_from", cache.keys(TOKENS)[0]) < 10
 
 
 def test_flush_writes_again_what_storage_lost() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvferry.cache.explanation import explain
@@ -23,7 +24,7 @@ from kvferry.tiers import DataPlane, DeviceSlots, TierManager, Verify, check_who
 from kvferry.types import SlotKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from kvferry.cache.reports import Explanation
     from kvferry.config import Config
@@ -87,6 +88,12 @@ class KVFerry(CacheLife):
                 f"the namespace is of geometry {namespace.geometry}, and the cache of "
                 f"{geometry.fingerprint}: give Namespace(..., geometry=geometry.fingerprint)"
             )
+        for name, given in (("storage", storage), ("metrics", metrics)):
+            if isinstance(given, Mapping):
+                raise ConfigError(
+                    f"{name}= takes an object, and settings were given: put that section into "
+                    f"config=, as in Config.resolve({name}={{...}}).config"
+                )
         self.config = config = resolved_config(config, overrides)
         self.geometry = geometry
         self.namespace = namespace

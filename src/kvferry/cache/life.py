@@ -27,6 +27,9 @@ __all__ = ["CacheLife"]
 # Long enough that waiting costs nothing, short enough that deadlines of others are seen.
 _LONGEST_WAIT_SECS = 0.05
 
+# How often a flush offers pages once more of which storage took none.
+_TRIES = 3
+
 
 class CacheLife:
     """Both planes of a cache in one process, without prompts: see `KVFerry`."""
@@ -159,14 +162,25 @@ class CacheLife:
         )
 
     def _write_all(self, deadline: float) -> int:
-        """Write what storage lacks, as far as is known; how many pages are left."""
-        num_left = self._manager.offer_all()
-        while num_left and (left := deadline - time.monotonic()) > 0:
-            if self._manager.storage_state is not LinkState.ATTACHED:
+        """Write what storage lacks, as far as is known; how many pages are left.
+
+        What storage refuses, or fails to write, is offered again a few times, and not until the
+        deadline: a full disk is not to be asked thousands of times a second.
+        """
+        fewest, tries = None, _TRIES
+        while tries:
+            self._manager.offer_all()
+            while num_left := self._manager.num_unwritten:
+                left = deadline - time.monotonic()
+                if left <= 0 or self._manager.storage_state is not LinkState.ATTACHED:
+                    return num_left
+                self._pump(left)
+            num_unstored, _ = self._manager.backup_gaps()
+            if not num_unstored:
                 break
-            self._pump(left)
-            num_left = self._manager.offer_all()
-        return num_left
+            tries -= fewest is not None and num_unstored >= fewest
+            fewest = num_unstored
+        return 0
 
     def _ask_for_all(self, deadline: float) -> int | None:
         """How many of the pages that were written storage says it has not; None: it did not say."""

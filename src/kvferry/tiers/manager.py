@@ -27,9 +27,9 @@ from kvferry.tiers.link import LinkState, StorageLink
 from kvferry.tiers.loads import Loads
 from kvferry.tiers.policy import Reason, TierOptions
 from kvferry.tiers.prefetch import Prefetch
-from kvferry.tiers.restore import RestoreRule, leading, longest
+from kvferry.tiers.restore import RestoreRule, longest
 from kvferry.tiers.state import Actor, PageState
-from kvferry.tiers.stats import LookUp, TierStats, backup_gaps
+from kvferry.tiers.stats import LookUp, TierStats, backup_gaps, look_up
 from kvferry.tiers.storage_desk import StorageDesk
 from kvferry.tiers.stores import Stores
 from kvferry.types import SlotKind, Tier
@@ -301,10 +301,14 @@ class TierManager:
         self._stores.forget_hits()
 
     def offer_all(self) -> int:
-        """Queue every page of the host that storage lacks; how many wait or are being written."""
-        control = self._control
-        for tier in control.tiers.values():
+        """Queue every page of the host that storage lacks; `num_unwritten` then."""
+        for tier in self._control.tiers.values():
             self._backup.offer(tier.resident_nodes())
+        return self.num_unwritten
+
+    @property
+    def num_unwritten(self) -> int:
+        """Pages that wait to be written to storage, or are being written."""
         return self._backup.depth + self._backup.num_writing
 
     def backup_gaps(self) -> tuple[int, int]:
@@ -313,16 +317,7 @@ class TierManager:
 
     def look_up(self, keys: Sequence[bytes]) -> LookUp:
         """What is known of a prompt; changes nothing, and asks no rank."""
-        control = self._control
-        nodes = control.chain_nodes(keys)
-        pages = control.readable_pages(nodes)
-        stored = [control.index.is_stored(node) for node in nodes]
-        return LookUp(
-            usable=control.usable_on_host(nodes),
-            present=leading(pages),
-            stored_hint=leading(stored),
-            first_unknown=len(nodes),
-        )
+        return look_up(self._control, keys)
 
     def storage_refusal(self) -> Reason:
         """Why storage cannot be used just now; NONE if it can."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from kvferry.tiers.restore import leading
 from kvferry.tiers.state import PageState
 from kvferry.types import SlotKind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from kvferry.index import PrefixIndex
     from kvferry.tiers.control import Control
     from kvferry.tiers.link import LinkState
 
-__all__ = ["LookUp", "TierStats", "backup_gaps"]
+__all__ = ["LookUp", "TierStats", "backup_gaps", "look_up"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,3 +98,15 @@ class LookUp:
 
     first_unknown: int
     """Are known at all."""
+
+
+def look_up(control: Control, keys: Sequence[bytes]) -> LookUp:
+    """What is known of a prompt; changes nothing."""
+    nodes = control.chain_nodes(keys)
+    kind = control.kinds[0]
+    return LookUp(
+        usable=control.usable_on_host(nodes),
+        present=leading(control.readable_pages(nodes)),
+        stored_hint=leading([control.hints.is_stored(kind, node) for node in nodes]),
+        first_unknown=len(nodes),
+    )
