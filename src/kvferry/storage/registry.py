@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from kvferry.errors import BackendInterfaceError, ConfigError, StorageError
+from kvferry.errors import BackendInterfaceError, ConfigError, KVFerryError, StorageError
 from kvferry.storage.base import INTERFACE_VERSION, Buffers, ItemResult, ItemStatus, StorageBackend
 from kvferry.storage.raw_memory import AlignedBlock
 
@@ -44,7 +44,14 @@ def open_backend(name: str, **options: Any) -> StorageBackend:
         raise ConfigError(
             f"{name!r} does not take these options ({bad}); it takes {inspect.signature(cls)}"
         ) from bad
-    backend: StorageBackend = cls(**options)
+    try:
+        backend: StorageBackend = cls(**options)
+    except KVFerryError:
+        raise
+    except Exception as bad:  # other people's code: whatever it raises, there is no backend
+        raise StorageError(
+            f"{name!r} cannot be opened: it raised {type(bad).__name__}: {bad}; look at its options"
+        ) from bad
     return backend
 
 
