@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvferry.errors import CacheError
@@ -127,6 +128,7 @@ class TierManager:
         self._storage = StorageDesk(self._control, self._backup, self._prefetch)
         self._loads = Loads(self._control, self._storage.quarantine)
         self._num_faults = 0
+        self._due: deque[Completion] = deque()
 
     @property
     def switches(self) -> Switches:
@@ -247,17 +249,18 @@ class TierManager:
 
     def poll(self) -> int:
         """Take the data plane's answers, and do what follows; how many there were. Never blocks."""
-        completions = self._data.poll()
-        for completion in completions:
-            self._take(completion)
-        control = self._control
+        control, due = self._control, self._due
+        due.extend(self._data.poll())
+        count = len(due)
+        while due:  # one by one: what raises must not take the others along
+            self._take(due.popleft())
         control.index.expire()
         control.jobs.call_late(control.clock())
-        self._prefetch.tick(changed=bool(completions))
+        self._prefetch.tick(changed=count > 0)
         self._backup.dispatch()
         control.tell_load()
         control.events.dispatch()
-        return len(completions)
+        return count
 
     def agree_loaded(self, load: LoadHandle, timeout: float | None = None) -> int:
         """How many tokens of a load that is over all ranks can use."""
