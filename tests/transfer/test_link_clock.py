@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def test_off_costs_nothing(gpu: FakeGpu) -> None:
 
 
 def test_the_link_alone_is_timed(gpu: FakeGpu) -> None:
-    """What a stream waits for before its first byte, and what is done behind the last, count not."""
+    """Neither what comes before the first byte counts, nor what comes behind the last."""
     charge_the_link(gpu)
     rig = DeviceRig(gpu)
     engine = rig.engine(timed=True)
@@ -115,11 +116,11 @@ def test_times_are_exact_after_days(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatc
         times.append(handle.link_seconds)
     found = [time for time in times if time is not None]
     assert len(found) == 8
-    # The first behind a rest stands where an old anchor says, to a part in 2²⁴; its length is exact.
+    # Behind a rest it stands where an old anchor says, to a part in 2²⁴; its length is exact.
     assert found[3][0] - found[0][0] == pytest.approx(3 * DAY, abs=0.02)
     lengths = [end - begin for begin, end in found]
     assert lengths == pytest.approx([lengths[0]] * 8, abs=1e-7)
-    gaps = [later[0] - earlier[1] for earlier, later in zip(found[5:], found[6:], strict=False)]
+    gaps = [later[0] - earlier[1] for earlier, later in itertools.pairwise(found[5:])]
     assert gaps == pytest.approx([0.0] * len(gaps), abs=1e-6)
     # Anchors come and go, and do not pile up.
     events = gpu.holdings["events"]

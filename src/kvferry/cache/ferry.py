@@ -99,7 +99,13 @@ class KVFerry(CacheLife):
         verify = Verify(config.integrity.verify)
         pools = make_pools(geometry, device_pool, config)
         engines = {
-            kind: make_engine(device_pool, pool, config, verify=verify is Verify.ALWAYS)
+            kind: make_engine(
+                device_pool,
+                pool,
+                config,
+                verify=verify is Verify.ALWAYS,
+                timed=self.metrics.enabled,
+            )
             for kind, pool in pools.items()
         }
         data = DataPlane(geometry, engines, pools, verify=verify)
