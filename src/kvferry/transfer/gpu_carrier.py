@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,6 +16,7 @@ from kvferry.errors import (
 )
 from kvferry.kernels import CopyDecision, MoveKernels
 from kvferry.kernels.jit import Event, Stream
+from kvferry.transfer.caller_stream import current_stream
 from kvferry.transfer.captured_transfer import CapturedTransfer
 from kvferry.transfer.closing import Closes, close_all
 from kvferry.transfer.command_buffer import CommandBuffer, CommandBuffers, row_tables
@@ -300,11 +300,8 @@ class GpuCarrier:
         commands.copy_out(streams.reports)
 
     def current_stream(self) -> int:
-        """The caller's current stream on this GPU: torch's where torch is loaded, else legacy."""
-        torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_available():  # a build for the CPU has no streams
-            return 0
-        return int(torch.cuda.current_stream(self._gpu).cuda_stream)
+        """The caller's current stream on this GPU."""
+        return current_stream(self._gpu)
 
     def _recorded(self, stream: Stream) -> Event:
         event = self._in_flight.event()
