@@ -119,10 +119,10 @@ class Model:
     def kv(self, prompt: list[int]) -> dict[str, torch.Tensor]:
         """What the model computes for each token; it depends on all tokens before. By plane
         ``[layers, tokens, bytes]``."""
-        # Always of one shape: sums of others may be rounded otherwise.
+        # Sums of whole numbers, and products of one shape: rounded alike in every run.
         padded = [*prompt, *[0] * (_LONGEST - len(prompt))]
-        tokens = torch.tensor(padded, device=DEVICE, dtype=torch.float32)
-        seen = torch.cumsum(tokens, 0)[:, None]
+        tokens = torch.tensor(padded, device=DEVICE, dtype=torch.int64)
+        seen = (torch.cumsum(tokens, 0) % 9973).to(torch.float32)[:, None]
         steps = torch.arange(1, _HIDDEN + 1, device=DEVICE, dtype=torch.float32)[None]
         hidden = torch.sin(seen * steps * 0.37 + steps).to(torch.bfloat16)
         return {
@@ -407,12 +407,11 @@ def test_a_consumer_takes_layer_after_layer(model: Model, slow: _Slow) -> None:
     prompt = model.prompt(1, 5)
     kv, rows = model.keep(cache, prompt), model.rows(2, 5)
     work, consumer = new_stream(), new_stream()
-    at = model.at(rows)
+    at, seen = model.at(rows), torch.zeros_like(kv["latent"])
     torch.cuda.synchronize()
     slow(work)
     found = cache.match(prompt)
     loaded = cache.load(found, device_slots=rows, stream=work.cuda_stream)
-    seen = torch.zeros_like(kv["latent"])
     with torch.cuda.stream(consumer):
         for layer in range(model.planes[0].num_layers):
             loaded.wait_layer(layer, consumer.cuda_stream)
