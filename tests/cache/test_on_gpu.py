@@ -233,15 +233,16 @@ def test_a_pool_that_is_pinned_in_chunks_serves(scene: Scene) -> None:
 def test_a_producer_and_a_reader_that_are_late(scene: Scene) -> None:
     """A store comes after what its stream holds, a load too, and neither is done before."""
     gpu, rig = scene.gpu, scene.rig
+    own = gpu.new_stream()
     new = rig.images()["latent"][:, scene.rows(0)] ^ 0x5A
 
     def produce() -> None:
         rig.tensors["latent"][:, scene.rows(0)] = new
 
     with scene.cache() as cache:
-        gpu.hold(CALLER)
-        gpu.enqueue(CALLER, produce)
-        stored = cache.store(scene.tokens, device_slots=scene.rows(0), stream=CALLER)
+        gpu.hold(own)
+        gpu.enqueue(own, produce)
+        stored = cache.store(scene.tokens, device_slots=scene.rows(0), stream=own)
         cache.poll()
         assert not stored.done
         assert cache.match(scene.tokens).num_tokens == 0
@@ -253,10 +254,10 @@ def test_a_producer_and_a_reader_that_are_late(scene: Scene) -> None:
             read.append(rig.tensors["latent"][:, scene.rows(20)].copy())
 
         before = rig.tensors["latent"][:, scene.rows(20)].copy()
-        gpu.hold(CALLER)
-        gpu.enqueue(CALLER, consume)
+        gpu.hold(own)
+        gpu.enqueue(own, consume)
         found = cache.match(scene.tokens)
-        loaded = cache.load(found, device_slots=scene.rows(20), stream=CALLER)
+        loaded = cache.load(found, device_slots=scene.rows(20), stream=own)
         cache.poll()
         assert not loaded.done
         gpu.release()

@@ -164,6 +164,30 @@ def test_an_anchor_that_is_not_reached_is_not_used(
     rig.host.close()
 
 
+def test_anchors_of_transfers_in_flight_come_back(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was replaced meanwhile is kept until the last that is measured from it is over."""
+    monkeypatch.setattr(link_clock, "RENEW_SECS", 0.0)
+    charge_the_link(gpu)
+    rig = DeviceRig(gpu)
+    engine = rig.warm_engine(timed=True)
+    rows = rig.rows(2)
+    clock = engine._carrier._clock  # type: ignore[attr-defined]
+    counts = []
+    for _ in range(6):
+        gpu.hold(gpu.stream_of[Direction.STORE])
+        handles = [rig.store(engine, [1, 2], rows) for _ in range(4)]
+        gpu.release()
+        for handle in handles:
+            handle.wait()
+            assert took(handle) == pytest.approx(handle.plan.num_bytes / BYTES_PER_SEC, rel=1e-3)
+        counts.append(len(clock._events))
+    assert counts[1:] == [counts[1]] * 5
+    engine.close()
+    rig.host.close()
+
+
 def test_both_ways_and_engines_share_a_clock(gpu: FakeGpu) -> None:
     """A meter that is fed by several engines of a GPU sees what overlapped and what did not."""
     charge_the_link(gpu)

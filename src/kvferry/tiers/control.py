@@ -148,7 +148,7 @@ class Control:
         )
         if done.mover:
             self.metrics.routed(direction, done.mover, done.route_reason)
-        if done.link_seconds is not None and not done.error:
+        if done.link_seconds is not None:  # of one that failed there are none
             self._device_link.add(direction, done.num_bytes, done.link_seconds)
 
     def tell_levels(self) -> None:
