@@ -258,7 +258,7 @@ class TierManager:
         control.jobs.call_late(control.clock())
         self._prefetch.tick(changed=count > 0)
         self._backup.dispatch()
-        control.tell_load()
+        control.tell_levels()
         control.events.dispatch()
         return count
 
