@@ -37,25 +37,25 @@ def _requests(outcome: Outcome) -> Table:
     table.add_column("compared with a prefix computed anew", ratio=2)
     for number, one in enumerate(outcome.served):
         is_last = number == len(outcome.served) - 1
-        what = f"{one.what} [dim](goes on from above)[/]" if is_last else one.what
-        _add(table, one, what, f"cache bytes, {one.steps} tokens and their logits")
+        notes = ["[cyan]goes on from the answer above[/]"] if is_last else []
+        _add(table, one, notes, f"cache bytes, {one.steps} tokens and their logits")
     flipped, page = outcome.flipped, outcome.flipped_page
     again = flipped.num_tokens - flipped.restored.num_tokens
     table.add_section()
     _add(
         table,
         flipped,
-        f"{flipped.what}\n[yellow]one bit of page {page} flipped on the host[/]",
+        [f"[yellow]one bit of page {page} flipped on the host[/]"],
         f"page {page} refused, {again} tokens computed",
     )
     table.add_section()
     later = outcome.later
-    told = f"{later.what}\n[cyan]asked of a second process, which finds the text on disk[/]"
+    notes = ["[cyan]asked of a second process, which finds the text on disk[/]"]
     verdict = f"cache bytes, {later.steps} tokens and their logits"
     if outcome.corrupt_page is not None:
-        told += f"\n[yellow]one bit of the file of page {outcome.corrupt_page} flipped[/]"
+        notes.append(f"[yellow]one bit of the file of page {outcome.corrupt_page} flipped[/]")
         verdict = f"file {outcome.corrupt_page} refused and put away; {verdict}"
-    _add(table, later, told, verdict)
+    _add(table, later, notes, verdict)
     delta = max(one.delta for one in (*outcome.served, later))
     table.caption = (
         f"First token with kvferry: looking up, reading, loading, checking and computing the rest. "
@@ -67,15 +67,15 @@ def _requests(outcome: Outcome) -> Table:
     return table
 
 
-def _add(table: Table, one: Served, what: str, verdict: str) -> None:
+def _add(table: Table, one: Served, notes: list[str], verdict: str) -> None:
     restored = one.restored
     where = "disk" if restored.from_disk else "host"
-    answer = f"\n[dim]{_one_line(one.answer)}[/]" if one.answer else ""
+    answer = [f"[dim]{_one_line(one.answer)}[/]"] if one.answer else []
     secs = _secs(one.with_kvferry_secs)
-    if one.one_shot_secs:
+    if one.one_shot_secs > one.with_kvferry_secs:
         secs += f"\n[dim]{one.one_shot_secs / one.with_kvferry_secs:.1f}x faster[/]"
     table.add_row(
-        f"{what}{answer}",
+        "\n".join([one.what, *answer, *notes]),
         f"{restored.num_tokens:,} of {one.num_tokens:,}\n[dim]from {where}[/]",
         _secs(one.one_shot_secs) if one.one_shot_secs else "",
         secs,
