@@ -107,7 +107,13 @@ class KVFerry(CacheLife):
         verify = Verify(config.integrity.verify)
         pools = make_pools(geometry, device_pool, config)
         engines = {
-            kind: make_engine(device_pool, pool, config, verify=verify is Verify.ALWAYS)
+            kind: make_engine(
+                device_pool,
+                pool,
+                config,
+                verify=verify is Verify.ALWAYS,
+                timed=self.metrics.enabled,
+            )
             for kind, pool in pools.items()
         }
         data = DataPlane(geometry, engines, pools, verify=verify)
@@ -209,6 +215,7 @@ class KVFerry(CacheLife):
             plane_slots,
             first_page=skip_tokens // self.geometry.page_size,
             device_run=device_run,
+            stream=stream,
         )
         handle = self._manager.load(
             found,
@@ -305,7 +312,9 @@ class KVFerry(CacheLife):
         at_boundary = has_state and bool(keys) and valid == len(keys) * size
         handle = self._manager.store(
             keys,
-            DeviceSlots(self.geometry, device_slots, plane_slots, device_run=device_run),
+            DeviceSlots(
+                self.geometry, device_slots, plane_slots, device_run=device_run, stream=stream
+            ),
             evicting=evicting,
             state_page=len(keys) - 1 if at_boundary else None,
             priority=priority,

@@ -232,15 +232,7 @@ class Loads:
         handle, is_state = restore.handle, job.kind is SlotKind.STATE
         tier = control.tiers[job.kind]
         bad = [job.pages[position] for position in done.bad_pages]
-        control.metrics.transferred(
-            Direction.LOAD,
-            done.path,
-            pages=len(job.pages),
-            num_bytes=done.num_bytes,
-            tokens=0 if is_state else len(job.pages) * control.page_size,
-            seconds=done.seconds,
-            ok=not done.error,
-        )
+        control.tell_moved(Direction.LOAD, job.kind, len(job.pages), done)
         if done.path:
             handle.paths.append(done.path)
         if done.error:

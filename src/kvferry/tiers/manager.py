@@ -255,11 +255,7 @@ class TierManager:
         control.jobs.call_late(control.clock())
         self._prefetch.tick(changed=bool(completions))
         self._backup.dispatch()
-        if control.metrics.enabled:
-            for tier in control.tiers.values():
-                if tier.kind is SlotKind.PAGE:
-                    control.metrics.occupancy(Tier.HOST, tier.num_in_use, tier.num_slots)
-            control.metrics.queue("jobs", len(control.jobs))
+        control.tell_levels()
         control.events.dispatch()
         return len(completions)
 

@@ -143,6 +143,9 @@ class TierOptions:
 
     verify: Verify = Verify.ALWAYS
 
+    link_window_secs: float = 10.0
+    """How far back the speed and busy fraction of the link to the device look."""
+
     def fetch_seconds(self, num_tokens: int) -> float:
         """How long a request may wait for the prefetch of `num_tokens` tokens, by the policy."""
         if self.prefetch_policy is PrefetchPolicy.BEST_EFFORT:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvferry.errors import PlanError
+from kvferry.transfer import joined
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ class DeviceSlots:
             of rows a page.
         first_page: The page that the first entry belongs to.
         device_run: See `TransferPlan.build`.
+        stream: In which indices that lie on the device are ready; None: the current one.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class DeviceSlots:
         *,
         first_page: int = 0,
         device_run: int = 1,
+        stream: int | None = None,
     ) -> None:
         known = [plane.name for plane in geometry.planes]
         if unknown := [name for name in plane_slots or () if name not in known]:
@@ -49,6 +52,7 @@ class DeviceSlots:
         self._plane_slots = {name: _flat(given) for name, given in (plane_slots or {}).items()}
         self.first_page = first_page
         self.device_run = device_run
+        self._stream = stream
 
     def tokens(self, pages: Sequence[int]) -> Any:
         """Shape ``[pages, P]``, or None where planes bring their own."""
@@ -79,12 +83,27 @@ class DeviceSlots:
             )
         if last - first + 1 == len(positions):  # a slice costs no index on the device
             return flat[first * rows : (last + 1) * rows].reshape(-1, rows)
-        whole = flat[: (last + 1) * rows].reshape(-1, rows)
-        return whole[positions]
+        if getattr(flat, "is_cuda", False):
+            pieces = [slice(at * rows, (at + count) * rows) for at, count in _runs(positions)]
+            return joined(flat, pieces, self._stream).reshape(-1, rows)
+        return flat[: (last + 1) * rows].reshape(-1, rows)[positions]
+
+
+def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending numbers as neighbours: the first of each run, and how many."""
+    found: list[tuple[int, int]] = []
+    for position in positions:
+        if found and position == sum(found[-1]):
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((position, 1))
+    return found
 
 
 def _flat(given: Any) -> Any:
     if getattr(given, "is_cuda", False):
+        if not given.is_contiguous():
+            raise PlanError("device slots on the device are not contiguous: pass .contiguous()")
         return given.reshape(-1)
     try:
         return np.asarray(given).reshape(-1)

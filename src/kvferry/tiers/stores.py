@@ -205,15 +205,7 @@ class Stores:
             else:
                 whole.append(slot)
         stored = tier.publish(whole, Actor.TRANSFER)
-        control.metrics.transferred(
-            Direction.STORE,
-            done.path,
-            pages=len(job.slots),
-            num_bytes=done.num_bytes,
-            tokens=len(job.slots) * control.page_size if job.kind is SlotKind.PAGE else 0,
-            seconds=done.seconds,
-            ok=not done.error,
-        )
+        control.tell_moved(Direction.STORE, job.kind, len(job.slots), done)
         if bad:
             handle.reason, handle.error = Reason.TRANSFER_FAILED, done.error
             control.metrics.dropped(Reason.TRANSFER_FAILED, len(bad))
