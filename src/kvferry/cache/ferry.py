@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvferry.cache.explanation import explain
@@ -19,11 +21,11 @@ from kvferry.errors import ConfigError
 from kvferry.events import EventLog
 from kvferry.index import Namespace, PrefixIndex, page_keys
 from kvferry.metrics import Metrics, NullMetrics
-from kvferry.tiers import DataPlane, DeviceSlots, TierManager, Verify
+from kvferry.tiers import DataPlane, DeviceSlots, TierManager, Verify, check_whole
 from kvferry.types import SlotKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from kvferry.cache.reports import Explanation
     from kvferry.config import Config
@@ -50,11 +52,12 @@ class KVFerry(CacheLife):
         device_pool: Where the engine keeps them.
         config: All settings; None: from the environment and its file, see `Config.resolve`.
         namespace: What separates this model's keys from others; None of its fields may lie.
-        storage: A backend, instead of the one in the config. It is closed with the cache.
+        storage: A backend, instead of the one in the config; it is closed with the cache. Or the
+            section of the config, as for `overrides`.
         writes_storage: False on all ranks but one of those that have the same bytes, whose
             namespaces have the same `shard`: they read what that one writes.
         ranks: Who must agree on prefixes, where several processes serve one model.
-        metrics: Is told of what happens; None: as the config says.
+        metrics: Is told of what happens; None: as the config says. Or the section of the config.
         events: Takes events; None: a new log as the config says.
         clock: Seconds that never go back.
         overrides: Settings by section, which win over `config`:
@@ -74,10 +77,10 @@ class KVFerry(CacheLife):
         config: Config | None = None,
         *,
         namespace: Namespace,
-        storage: StorageBackend | None = None,
+        storage: StorageBackend | Mapping[str, Any] | None = None,
         writes_storage: bool = True,
         ranks: Ranks | None = None,
-        metrics: MetricsSink | None = None,
+        metrics: MetricsSink | Mapping[str, Any] | None = None,
         events: EventLog | None = None,
         clock: Callable[[], float] = time.monotonic,
         **overrides: Mapping[str, Any],
@@ -87,6 +90,11 @@ class KVFerry(CacheLife):
                 f"the namespace is of geometry {namespace.geometry}, and the cache of "
                 f"{geometry.fingerprint}: give Namespace(..., geometry=geometry.fingerprint)"
             )
+        # Two sections have the names of arguments.
+        if isinstance(storage, Mapping):
+            overrides["storage"], storage = storage, None
+        if isinstance(metrics, Mapping):
+            overrides["metrics"], metrics = metrics, None
         self.config = config = resolved_config(config, overrides)
         self.geometry = geometry
         self.namespace = namespace
@@ -99,7 +107,13 @@ class KVFerry(CacheLife):
         verify = Verify(config.integrity.verify)
         pools = make_pools(geometry, device_pool, config)
         engines = {
-            kind: make_engine(device_pool, pool, config, verify=verify is Verify.ALWAYS)
+            kind: make_engine(
+                device_pool,
+                pool,
+                config,
+                verify=verify is Verify.ALWAYS,
+                timed=self.metrics.enabled,
+            )
             for kind, pool in pools.items()
         }
         data = DataPlane(geometry, engines, pools, verify=verify)
@@ -125,10 +139,13 @@ class KVFerry(CacheLife):
             pump=self._pump,
         )
         super().__init__(manager, data, engines, pools, num_threads=config.storage.workers)
-        if storage is not None:
-            self.attach_storage(storage)
-        elif config.storage.enabled and config.storage.backend is not None:
-            self.attach_storage(config.storage.backend, **backend_options(config))
+        with contextlib.ExitStack() as unless_made:
+            unless_made.callback(self.close)  # who gets no cache cannot give its memory back
+            if storage is not None:
+                self.attach_storage(storage)
+            elif config.storage.enabled and config.storage.backend is not None:
+                self.attach_storage(config.storage.backend, **backend_options(config))
+            unless_made.pop_all()
 
     # ---------------------------------------------------------------- prompts
 
@@ -191,6 +208,7 @@ class KVFerry(CacheLife):
         Raises PlanError where the slots do not fit.
         """
         self.poll()
+        skip_tokens = check_whole("skip_tokens", skip_tokens)
         state_planes = {span.plane.name for span in self.geometry.spans(SlotKind.STATE)}
         rows = DeviceSlots(
             self.geometry,
@@ -198,6 +216,7 @@ class KVFerry(CacheLife):
             plane_slots,
             first_page=skip_tokens // self.geometry.page_size,
             device_run=device_run,
+            stream=stream,
         )
         handle = self._manager.load(
             found,
@@ -289,12 +308,16 @@ class KVFerry(CacheLife):
     ) -> StoreHandle:
         self.poll()
         size = self.geometry.page_size
-        valid = len(tokens) if valid_tokens is None else valid_tokens
+        valid = len(tokens)
+        if valid_tokens is not None:
+            valid = check_whole("valid_tokens", valid_tokens, valid)
         keys = self.keys(tokens[:valid], lora=lora, salt=salt, content=content)
         at_boundary = has_state and bool(keys) and valid == len(keys) * size
         handle = self._manager.store(
             keys,
-            DeviceSlots(self.geometry, device_slots, plane_slots, device_run=device_run),
+            DeviceSlots(
+                self.geometry, device_slots, plane_slots, device_run=device_run, stream=stream
+            ),
             evicting=evicting,
             state_page=len(keys) - 1 if at_boundary else None,
             priority=priority,

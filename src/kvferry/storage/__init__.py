@@ -35,7 +35,7 @@ from kvferry.storage.format import (
 )
 from kvferry.storage.memory import MemoryBackend
 from kvferry.storage.objects import PageStore
-from kvferry.storage.registry import BACKENDS, open_backend, try_backend
+from kvferry.storage.registry import BACKENDS, check_backend, open_backend, try_backend
 
 __all__ = [
     "BACKENDS",
@@ -61,6 +61,7 @@ __all__ = [
     "StorageBackend",
     "StorageInspector",
     "StorageStats",
+    "check_backend",
     "check_batch",
     "checksum",
     "header_bytes",

@@ -28,6 +28,7 @@ from kvferry.storage.format import (
     ObjectHeader,
     checksum,
     header_bytes,
+    new_checksum,
     parse_header,
 )
 from kvferry.storage.header_room import HeaderRoom, HeaderRooms
@@ -80,6 +81,8 @@ class CheckedObjects:
         verify: Compare the checksum of what was read. The header is checked in any case.
         missing_secs: How long a key that was not there when it was read is taken for absent,
             whatever the backend says. Writing it ends that.
+
+    Raises MissingDependencyError where xxhash is not installed.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class CheckedObjects:
         missing_secs: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        new_checksum()  # now, and not in the first read
         self._backend = backend
         self._fingerprint = fingerprint
         self._kind = kind

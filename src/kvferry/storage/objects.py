@@ -37,7 +37,8 @@ class PageStore(CheckedObjects):
         missing_secs: How long a key that was not there when it was read is taken for absent,
             whatever the backend says. Writing it ends that.
 
-    Raises StorageError for a geometry without planes for such slots.
+    Raises StorageError for a geometry without planes for such slots, and MissingDependencyError
+    where xxhash is not installed.
     """
 
     def __init__(
