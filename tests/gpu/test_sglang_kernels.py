@@ -225,7 +225,8 @@ def test_order_with_the_callers_stream(load: bool, slow: Callable[[Any], None]) 
     """What is before in the stream is done first; lists that are dropped at once are followed."""
     plane = _plane(576, True)
     device_rows, host_rows = (scattered(70 + n, COUNT, ROWS[n]) for n in (0, 1))
-    _one_layer(plane, 0, load, _rows(device_rows), _rows(host_rows))  # kernels are there
+    warm = _rows(host_rows, (torch.int32, "cpu"))
+    _one_layer(plane, 0, load, _rows(device_rows), warm)  # kernels and room are there
     torch.cuda.synchronize()
     fresh = torch.randint(0, 256, (ROWS[0], 576), dtype=torch.uint8, device=DEVICE)
     stream = new_stream()

@@ -346,24 +346,34 @@ def test_nothing_is_a_move_of_nothing(world: World) -> None:
 
 
 def test_work_is_in_the_callers_stream_and_nothing_is_waited_for(world: World) -> None:
-    """Held back, nothing has moved when the call returns, lists may go, and then all moves."""
+    """Held back, nothing has moved when calls return, lists may go, and then each is followed."""
     plane = world.plane(576, token_major=True)
-    device_rows, host_rows = scattered(21, 30, ROWS[0]), scattered(22, 30, ROWS[1])
+    device_rows, host_rows = scattered(21, 60, ROWS[0]), scattered(22, 60, ROWS[1])
     _one_layer_mla(world, plane, 0, True, (torch.arange(1), torch.arange(1)))  # tables are there
     before = plane.images()
     expected = plane.after(True, device_rows, host_rows, [0])
-    later = plane.after(True, device_rows[::-1], host_rows, [0])
     calls = len(world.gpu.calls)
     with world.gpu.held(0):
-        for turn in (1, -1):
-            _one_layer_mla(
-                world, plane, 0, True, (torch.from_numpy(device_rows[::turn].copy()),
-                                        torch.from_numpy(host_rows.copy())),
-            )  # fmt: skip
+        for part in (slice(0, 30), slice(30, 60)):
+            lists = [torch.from_numpy(rows[part].copy()) for rows in (device_rows, host_rows)]
+            _one_layer_mla(world, plane, 0, True, lists)
+            for one in lists:
+                one.fill_(-1)
         plane.check(before, "held")
         assert "cuStreamSynchronize" not in world.gpu.calls[calls:]
-    assert not all(np.array_equal(*pair) for pair in zip(expected, later, strict=True))
-    plane.check(later, "released")
+    plane.check(expected, "released")
+
+
+def test_lists_on_the_gpu_are_kept_for_the_stream(world: World) -> None:
+    """Those that were given, and what was made of them: torch is told which stream reads them."""
+    plane = world.plane(576)
+    CudaTensor.kept.clear()
+    lists = [world.rows(scattered(23, 30, 80), KINDS[0]) for _ in range(2)]
+    _one_layer_mla(world, plane, 0, True, lists)
+    of_device, of_host = sorted(CudaTensor.kept, key=lambda one: one.element_size())
+    assert of_device.data_ptr() == lists[0].data_ptr()
+    assert of_host.dtype == torch.int64
+    assert torch.equal(of_host.cpu(), lists[1].cpu().to(torch.int64))
 
 
 def test_lists_on_the_host_use_their_room_again(world: World) -> None:
