@@ -21,7 +21,7 @@ from kvferry.errors import ConfigError
 from kvferry.events import EventLog
 from kvferry.index import Namespace, PrefixIndex, page_keys
 from kvferry.metrics import Metrics, NullMetrics
-from kvferry.tiers import DataPlane, DeviceSlots, TierManager, Verify
+from kvferry.tiers import DataPlane, DeviceSlots, TierManager, Verify, check_whole
 from kvferry.types import SlotKind
 
 if TYPE_CHECKING:
@@ -208,6 +208,7 @@ class KVFerry(CacheLife):
         Raises PlanError where the slots do not fit.
         """
         self.poll()
+        skip_tokens = check_whole("skip_tokens", skip_tokens)
         state_planes = {span.plane.name for span in self.geometry.spans(SlotKind.STATE)}
         rows = DeviceSlots(
             self.geometry,
@@ -307,7 +308,9 @@ class KVFerry(CacheLife):
     ) -> StoreHandle:
         self.poll()
         size = self.geometry.page_size
-        valid = len(tokens) if valid_tokens is None else valid_tokens
+        valid = len(tokens)
+        if valid_tokens is not None:
+            valid = check_whole("valid_tokens", valid_tokens, valid)
         keys = self.keys(tokens[:valid], lora=lora, salt=salt, content=content)
         at_boundary = has_state and bool(keys) and valid == len(keys) * size
         handle = self._manager.store(

@@ -158,6 +158,8 @@ class Found:
     job: int
     found: tuple[bool, ...]
     error: str = ""
+    refused: bool = False
+    """Nobody asked the backend: it is not its fault."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from kvferry.events import (
     chains_of,
 )
 from kvferry.tiers.device_link import DeviceLink
+from kvferry.tiers.hints import StorageHints
 from kvferry.types import SlotKind, Tier
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class Control:
         self.switches = switches
         self.jobs = jobs
         self.link = link
+        most_slots = max((tier.num_slots for tier in tiers.values()), default=0)
+        self.hints = StorageHints(index, max(options.max_storage_hints, 2 * most_slots))
         self.metrics = metrics
         self.events = events
         self.clock = clock

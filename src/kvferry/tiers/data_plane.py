@@ -147,8 +147,9 @@ class DataPlane:
             if workers is not None:
                 workers.submit(command)
             elif isinstance(command, ProbeStorage):
+                nothing = (False,) * len(command.keys)
                 self._ready.append(
-                    Found(command.job, (False,) * len(command.keys), error="no such storage")
+                    Found(command.job, nothing, error="no such storage", refused=True)
                 )
             else:
                 statuses = (ItemStatus.REFUSED,) * len(command.keys)

@@ -120,6 +120,10 @@ class TierOptions:
     prefetch_max_secs: float = 60.0
     """The upper bound on every policy, and of a storage read before its slots are parked."""
 
+    max_storage_hints: int = 1 << 20
+    """Pages, and checkpoints, that storage is remembered to have; never fewer than twice the host's
+    slots. A million are some 250 MB."""
+
     prefetch_budget_pages: int = 0
     """The most pages being read from storage at a time; 0: half of the host tier."""
 

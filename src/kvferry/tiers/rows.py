@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from kvferry.geometry import Geometry
 
-__all__ = ["DeviceSlots"]
+__all__ = ["DeviceSlots", "check_whole"]
 
 
 class DeviceSlots:
@@ -71,6 +72,27 @@ class DeviceSlots:
             taken[name] = self._take(f"plane_slots[{name!r}]", given, pages, rows)
         return taken or None
 
+    def check_apart(self, pages: Sequence[int], planes: Sequence[str]) -> None:
+        """Raise PlanError where two of `pages` have a row of one of `planes` in common.
+
+        A plan looks for that itself; this is for pages that go in two plans. Slots that lie on the
+        device are not looked at, as there.
+        """
+        looked_at: set[int] = set()
+        for name in planes:
+            flat = self._plane_slots.get(name, self._device_slots)
+            if id(flat) in looked_at or not isinstance(flat, np.ndarray):
+                continue
+            looked_at.add(id(flat))
+            rows = self._geometry.rows_per_page(self._geometry.plane(name))
+            taken = np.sort(self._take(f"slots of plane {name!r}", flat, pages, rows).ravel())
+            twice = taken[1:][taken[1:] == taken[:-1]]
+            if twice.size:
+                raise PlanError(
+                    f"device slots of plane {name!r} name {twice[0]} twice as a destination; "
+                    f"every row may be written once in a load"
+                )
+
     def _take(self, what: str, flat: Any, pages: Sequence[int], rows: int) -> Any:
         positions = [page - self.first_page for page in pages]
         if not positions:
@@ -98,6 +120,18 @@ def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
         else:
             found.append((position, 1))
     return found
+
+
+def check_whole(what: str, tokens: int, most: int | None = None) -> int:
+    """`tokens`, a number of leading tokens of a prompt. Raises PlanError for one that is none."""
+    try:
+        count = operator.index(tokens)
+    except TypeError as bad:
+        raise PlanError(f"{what} is {tokens!r}; it must be a whole number") from bad
+    if count < 0 or (most is not None and count > most):
+        limit = "more" if most is None else f"at most {most}"
+        raise PlanError(f"{what} is {count}; give 0 or {limit}, counted from the prompt's start")
+    return count
 
 
 def _flat(given: Any) -> Any:

@@ -175,7 +175,7 @@ def _unpack(data: bytes | None, identity: DeviceIdentity) -> DeviceProfile:
         raise ConfigError("it is no file; remove it and run kvferry calibrate")
     try:
         told = json.loads(data)
-    except ValueError as bad:  # also text that is not UTF-8
+    except (ValueError, RecursionError) as bad:  # also text that is not UTF-8
         raise ConfigError(f"it is damaged ({bad}); run kvferry calibrate again") from bad
     if not isinstance(told, dict) or set(told) != {"device", "profile"}:
         raise ConfigError("it is no profile of kvferry's; run kvferry calibrate again")
