@@ -142,16 +142,31 @@ def _tell(llm: Any) -> dict[str, Any]:
     }
 
 
+def _count_preemptions() -> dict[str, int]:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    counts = {"preemptions": 0}
+    preempt = Scheduler._preempt_request
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
+        counts["preemptions"] += 1
+        preempt(self, *args, **kwargs)
+
+    Scheduler._preempt_request = counted
+    return counts
+
+
 def main(task_file: str, results_file: str) -> None:
     """Run a task."""
     task: Task = json.loads(Path(task_file).read_text())
     from vllm import LLM
 
+    counts = _count_preemptions()
     llm = LLM(
         model=task["model"],
         skip_tokenizer_init=True,
         load_format="auto",
-        max_model_len=2048,
+        max_model_len=1024,
         seed=0,
         **{"enforce_eager": True, "dtype": "float32", **task["engine"]},
     )
@@ -168,7 +183,7 @@ def main(task_file: str, results_file: str) -> None:
             results.append(_generate(llm, step))
         _drain(llm)
     told = _tell(llm)
-    Path(results_file).write_text(json.dumps({"steps": results, "connector": told}))
+    Path(results_file).write_text(json.dumps({"steps": results, "connector": told, **counts}))
     llm.llm_engine.engine_core.shutdown()
 
 

@@ -80,3 +80,94 @@ def test_wrong_bytes_would_be_seen(engines: Engines) -> None:
         if hit
     ]
     assert sum(wrong) > 0.9 * len(wrong)
+
+
+def test_storage_outlives_the_engine(engines: Engines, tmp_path: Path) -> None:
+    """A second engine finds what the first one wrote, through a host tier that holds little."""
+    steps = one_by_one(ASKED, reset=True)
+    small = connector(host={"num_bytes": "6MiB"}, prefetch=PREFETCH, storage=storage(tmp_path))
+    expected = plain(engines)
+    first = engines.run("gqa", steps, fresh=True, **ROOMY, kv_transfer_config=small)
+    assert texts(first["steps"]) == texts(expected)
+    assert cached(first["steps"]) == cached(expected)
+    at_rest(first["connector"])
+    assert first["connector"]["slots"]["resident"] < 20  # the rest was evicted, and came back
+
+    again = engines.run("gqa", steps, fresh=True, **ROOMY, kv_transfer_config=small)
+    # Everything is known now: whole blocks, but for the one with the last token.
+    assert cached(again["steps"]) == [(len(prompt) - 1) // 128 * 128 for prompt in ASKED]
+    assert tokens(again["steps"]) == tokens(expected)
+    at_rest(again["connector"])
+
+    # A byte of every file is changed: there are fewer hits, and the same answers.
+    damaged = engines.run(
+        "gqa", [{"flip": str(tmp_path)}, *steps], fresh=True, **ROOMY, kv_transfer_config=small
+    )
+    assert damaged["steps"][0] > 20
+    assert sum(cached(damaged["steps"])) < sum(cached(again["steps"]))
+    assert tokens(damaged["steps"]) == tokens(expected)
+    at_rest(damaged["connector"])
+
+
+def test_many_requests_in_a_tiny_pool(engines: Engines) -> None:
+    """Fifty at once, four of them running: tokens are those of one at a time."""
+    steps: list[Any] = [{"prompts": ASKED, "max_tokens": 4}, {"call": "reset"}] * 2
+    run = engines.run("gqa", steps, **TINY, kv_transfer_config=connector(host=HOST))
+    expected = tokens(plain(engines))
+    assert tokens(run["steps"]) == expected * 2
+    assert sum(cached(run["steps"][2:])) > sum(cached(plain(engines)))
+    at_rest(run["connector"])
+    spoiled = engines.run("gqa", steps, **TINY, kv_transfer_config=connector("WrongBytes", host=HOST))
+    assert tokens(spoiled["steps"]) != expected * 2
+
+
+def test_preempted_requests_come_back(engines: Engines) -> None:
+    """Requests that outgrow the pool lose their blocks and load them again."""
+    steps: list[Any] = [{"prompts": ASKED[:6], "max_tokens": 140}]
+    run = engines.run("gqa", steps, **TINY, kv_transfer_config=connector(host=HOST))
+    assert run["preemptions"] > 0
+    assert tokens(run["steps"]) == tokens(engines.run("gqa", steps, **ROOMY)["steps"])
+    at_rest(run["connector"])
+
+
+def test_bad_pages_are_computed_again(engines: Engines) -> None:
+    """A page that is not what was stored is told by its blocks, and costs time alone."""
+    steps = one_by_one(ASKED[:20], reset=True)
+    run = engines.run(
+        "gqa", steps, **ROOMY, kv_transfer_config=connector("BadHostPages", host=HOST)
+    )
+    assert tokens(run["steps"]) == tokens(plain(engines))[:20]
+    at_rest(run["connector"])
+
+
+def test_aborts_and_resets_leave_nothing_behind(engines: Engines, tmp_path: Path) -> None:
+    """Requests are aborted at every stage, with storage attached; answers stay what they are."""
+    steps: list[Any] = []
+    for number in range(6):
+        steps.append({"prompts": ASKED[4 * number : 4 * number + 4], "abort_after": number})
+        steps.append({"call": "reset_all" if number == 3 else "reset"})
+    steps += one_by_one(ASKED[:20], reset=True)
+    told = connector(host={"num_bytes": "12MiB"}, prefetch=PREFETCH, storage=storage(tmp_path))
+    run = engines.run("gqa", steps, fresh=True, **TINY, kv_transfer_config=told)
+    assert tokens(run["steps"]) == tokens(plain(engines))[:20]
+    at_rest(run["connector"])
+
+
+def test_a_reset_makes_all_pages_unreachable(engines: Engines, tmp_path: Path) -> None:
+    """After a reset of the connector nothing is found, in storage neither."""
+    steps: list[Any] = [
+        *one_by_one(ASKED[:3], reset=True),
+        {"call": "reset_all"},
+        {"prompts": [ASKED[0]], "max_tokens": 4},
+        {"call": "reset"},
+        {"prompts": [ASKED[0]], "max_tokens": 4, "salt": "somebody else"},
+        {"call": "reset"},
+        {"prompts": [ASKED[0]], "max_tokens": 4, "params": {"kvferry": {"skip_load": True}}},
+        {"call": "reset"},
+        {"prompts": [ASKED[0]], "max_tokens": 4},
+    ]
+    told = connector(host=HOST, prefetch=PREFETCH, storage=storage(tmp_path))
+    run = engines.run("gqa", steps, fresh=True, **ROOMY, kv_transfer_config=told)
+    whole = (len(ASKED[0]) - 1) // 128 * 128
+    assert cached(run["steps"])[3:] == [0, 0, 0, whole]
+    assert len({tuple(one["tokens"]) for one in answers(run["steps"])[3:]}) == 1

@@ -197,11 +197,12 @@ class SchedulerSide:
         tracked = self._track(request)
         tracked.blocks = [list(group) for group in blocks]
         found, tracked.found = tracked.found, None
-        if found is None:
-            return
-        if num_external > 0:
-            self._load(tracked, found, num_external)
-        found.release()
+        if found is not None:
+            if num_external > 0:
+                self._load(tracked, found, num_external)
+            found.release()
+        # A request that is preempted later is looked up anew, in storage too.
+        tracked.stop_fetch()
 
     def _load(self, tracked: TrackedRequest, found: Any, num_external: int) -> None:
         manager, size = self.manager, self._page_size
@@ -251,15 +252,6 @@ class SchedulerSide:
         if tracked is not None:
             tracked.let_go()
             tracked.stop_fetch()
-
-    def preempted(self, request_id: str) -> None:
-        """A request lost its blocks, and will be looked up anew."""
-        tracked = self._requests.get(request_id)
-        if tracked is not None:
-            tracked.let_go()
-            tracked.stop_fetch()
-            tracked.blocks = []
-            tracked.offered = 0
 
     # ---------------------------------------------------------------- steps
 
