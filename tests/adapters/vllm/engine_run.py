@@ -97,18 +97,17 @@ def _abort(llm: Any, step: Step) -> list[dict[str, Any]]:
     engine = llm.llm_engine
     names = []
     for number, prompt in enumerate(step["prompts"]):
-        name = f"aborted-{time.monotonic_ns()}-{number}"
-        names.append(
-            engine.add_request(
-                name,
-                {"prompt_token_ids": prompt},
-                SamplingParams(max_tokens=64, ignore_eos=True, detokenize=False),
-            )
-            or name
+        # vLLM adds to the name for itself; requests are aborted by what the caller called them.
+        names.append(f"aborted-{time.monotonic_ns()}-{number}")
+        engine.add_request(
+            names[-1],
+            {"prompt_token_ids": prompt},
+            SamplingParams(max_tokens=64, ignore_eos=True, detokenize=False),
         )
     for _ in range(step["abort_after"]):
         engine.step()
     engine.abort_request(names)
+    assert not engine.has_unfinished_requests()
     return []
 
 
