@@ -64,7 +64,7 @@ class PlainReference(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._caches = list(kv_caches.values())
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def start_load_kv(self, *_: Any, **__: Any) -> None:
         for (name, key), block in self._get_connector_metadata().loads:
             for cache, kept in zip(self._caches, self.blocks[key], strict=True):
                 cache[block] = kept
@@ -79,7 +79,7 @@ class PlainReference(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if key not in self.blocks:
                 self.blocks[key] = [cache[block].clone() for cache in self._caches]
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str]]:
+    def get_finished(self, _: set[str]) -> tuple[None, set[str]]:
         loaded, self._loaded = self._loaded, set()
         return None, loaded
 
@@ -118,6 +118,6 @@ class PlainReference(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         plan, self._plan = self._plan, _Plan()
         return plan
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+    def request_finished_all_groups(self, request: Any, _: Any) -> tuple[bool, None]:
         self._running.pop(request.request_id, None)
         return False, None

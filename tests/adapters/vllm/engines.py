@@ -19,10 +19,14 @@ ROOT = Path(__file__).parents[3]
 HERE = "tests.adapters.vllm.engine_connectors"
 BLOCK = {"gqa": 128, "mla": 16}
 
-needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vLLM is not installed here; `make test-vllm` has an environment with it",
-)
+needs_vllm = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None,
+        reason="vLLM is not installed here; `make test-vllm` has an environment with it",
+    ),
+    # An engine takes half a minute to start and to stop, and a test may need three of them.
+    pytest.mark.timeout(900),
+]
 
 
 def prompts(number: int = 50, *, seed: int = 5) -> list[list[int]]:
@@ -125,9 +129,10 @@ class Engines:
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-m", "tests.adapters.vllm.engine_run", task_file, results]
+        command = [sys.executable, "-m", "tests.adapters.vllm.engine_run"]
+        command += [str(task_file), str(results)]
         done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110,
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400,
             check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tests.adapters.vllm.engines import (
     BLOCK,
     Engines,
@@ -117,7 +116,9 @@ def test_many_requests_in_a_tiny_pool(engines: Engines) -> None:
     assert tokens(run["steps"]) == expected * 2
     assert sum(cached(run["steps"][2:])) > sum(cached(plain(engines)))
     at_rest(run["connector"])
-    spoiled = engines.run("gqa", steps, **TINY, kv_transfer_config=connector("WrongBytes", host=HOST))
+    spoiled = engines.run(
+        "gqa", steps, **TINY, kv_transfer_config=connector("WrongBytes", host=HOST)
+    )
     assert tokens(spoiled["steps"]) != expected * 2
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import __version__ as vllm_version
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -15,15 +16,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvferry.adapters.vllm.block_events import BlocksKept
 from kvferry.adapters.vllm.identity import weights_revision
 from kvferry.adapters.vllm.messages import RankHandshake, RankReport, StepMetadata
 from kvferry.adapters.vllm.pools import BlockGroup
 from kvferry.adapters.vllm.scheduler_side import SchedulerSide
+from kvferry.adapters.vllm.stats import FerryPromMetrics, FerryStats
 from kvferry.adapters.vllm.worker_side import WorkerSide
 from kvferry.cache import resolved_config
 from kvferry.errors import CacheError, ConfigError
+from kvferry.types import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,6 +40,7 @@ KVConnectorMetadata.register(StepMetadata)
 KVConnectorWorkerMetadata.register(RankReport)
 KVConnectorHandshakeMetadata.register(RankHandshake)
 
+_SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.STORAGE: CacheHitSource.DISK}
 _OWN_KEY = "vllm"
 _OWN_SETTINGS = {"layerwise": False}
 
@@ -72,8 +79,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._results: tuple[set[str], set[int]] = (set(), set())
         if role is KVConnectorRole.SCHEDULER:
             shard = "" if replicated or ranks == 1 else f"tp{ranks}"
+            events = getattr(vllm_config, "kv_events_config", None)
+            hash_tokens = getattr(kv_cache_config, "hash_block_size", None)
             self._scheduler = SchedulerSide(
-                config, _namespace(vllm_config, shard), between_steps=between_steps
+                config,
+                _namespace(vllm_config, shard),
+                between_steps=between_steps,
+                tells_events=bool(events and events.enable_kv_cache_events),
+                hash_tokens=int(hash_tokens or groups[0].block_size),
             )
         else:
             self._worker = WorkerSide(
@@ -226,8 +239,53 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return True
 
     def take_events(self) -> Iterable[Any]:
-        """Events for routers."""
-        return ()
+        """Events for routers, by vLLM's block hashes."""
+        for told in self.scheduler.take_events():
+            hashes = [maybe_convert_block_hash(one) for one in told.hashes]
+            if isinstance(told, BlocksKept):
+                yield BlockStored(
+                    block_hashes=hashes,
+                    parent_block_hash=None,
+                    token_ids=[],
+                    block_size=0,
+                    lora_id=None,
+                    medium=told.medium,
+                    lora_name=None,
+                )
+            else:
+                yield BlockRemoved(block_hashes=hashes, medium=told.medium)
+
+    # ---------------------------------------------------------------- figures
+
+    def get_kv_connector_stats(self) -> FerryStats | None:
+        """What happened since the last time; the scheduler's side knows all of it."""
+        if self._scheduler is None:
+            return None
+        counts = self._scheduler.counts.take()
+        return FerryStats(data=counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:
+        """Stats from what was sent to another process."""
+        return FerryStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> FerryPromMetrics:
+        """Counters at vLLM's own endpoint."""
+        return FerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """From which tier the tokens of a load come."""
+        by_tier = self.scheduler.tokens_by_tier(request, num_external_tokens)
+        return {_SOURCES[tier]: tokens for tier, tokens in by_tier.items()}
 
     def shutdown(self) -> None:
         """The engine ends."""

@@ -25,11 +25,15 @@ class TrackedRequest:
         request: vLLM's.
         namespace: Of the model; the adapter and the salt of the request are added here.
         page_size: In tokens.
+        hash_tokens: Tokens that one of vLLM's block hashes stands for; 0: not known.
 
     Raises ConfigError for ``kv_transfer_params["kvferry"]`` that are not understood.
     """
 
-    def __init__(self, request: Any, namespace: Namespace, page_size: int) -> None:
+    def __init__(
+        self, request: Any, namespace: Namespace, page_size: int, hash_tokens: int = 0
+    ) -> None:
+        self._hash_tokens = hash_tokens
         self._request = request
         self._page_size = page_size
         self.request_id: str = request.request_id
@@ -86,6 +90,15 @@ class TrackedRequest:
                 known=self._keys,
             )
         return self._keys[:num_pages]
+
+    def block_hashes(self, num_pages: int) -> list[bytes]:
+        """What vLLM calls the blocks of its leading pages; empty where it does not say."""
+        hashes = list(getattr(self._request, "block_hashes", ()))
+        each = self._hash_tokens
+        if not each or self._page_size % each:
+            return []
+        wanted = num_pages * self._page_size // each
+        return hashes[:wanted] if len(hashes) >= wanted else []
 
     def let_go(self) -> None:
         """Give back what was promised and not taken."""

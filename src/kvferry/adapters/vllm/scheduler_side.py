@@ -12,6 +12,8 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kvferry.adapters.vllm.block_events import BlockEvents, BlocksGone, BlocksKept
+from kvferry.adapters.vllm.counts import StepCounts
 from kvferry.adapters.vllm.merge import RankMerge
 from kvferry.adapters.vllm.messages import LoadTicket, RankHandshake, RankReport, StepMetadata
 from kvferry.adapters.vllm.requests import TrackedRequest
@@ -26,7 +28,6 @@ from kvferry.tiers import (
     DeviceSlots,
     MovePages,
     StorageAttached,
-    StorePolicy,
     TierManager,
     Verify,
 )
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvferry.config import Config
-    from kvferry.metrics import MetricsSink
     from kvferry.tiers import Command
 
 __all__ = ["SchedulerSide"]
@@ -50,7 +50,8 @@ class SchedulerSide:
         namespace: Without geometry and layout, which the workers tell.
         between_steps: Loads run between steps, and a request waits for its own; otherwise a step
             begins with its loads, and layers wait for them one by one.
-        metrics: Is told of what happens.
+        tells_events: Somebody wants to know which blocks are where.
+        hash_tokens: Tokens that one of vLLM's block hashes stands for; 0: not known.
         clock: Seconds that never go back.
 
     Raises:
@@ -63,10 +64,11 @@ class SchedulerSide:
         namespace: Mapping[str, str],
         *,
         between_steps: bool = True,
-        metrics: MetricsSink | None = None,
+        tells_events: bool = False,
+        hash_tokens: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if config.store.policy == StorePolicy.WRITE_BACK:
+        if config.store.policy == "write_back":
             raise ConfigError(
                 "store.policy is write_back, and vLLM does not say when it evicts blocks: give "
                 "write_through or write_through_selective"
@@ -74,9 +76,13 @@ class SchedulerSide:
         self._config = config
         self._told = dict(namespace)
         self._between_steps = between_steps
-        self._metrics = metrics
         self._clock = clock
-        self.events = EventLog(config.metrics.max_events)
+        self._hash_tokens = hash_tokens
+        self.counts = StepCounts()
+        """What happened since it was last asked."""
+
+        self._events = EventLog(config.metrics.max_events if tells_events else 0)
+        self._blocks_of_page = BlockEvents()
         self._requests: dict[str, TrackedRequest] = {}
         self._queue = CommandQueue()
         self._meta = StepMetadata()
@@ -126,8 +132,8 @@ class SchedulerSide:
             self._queue,
             options=options,
             switches=self._config.switches(),
-            metrics=self._metrics,
-            events=self.events,
+            metrics=self.counts,
+            events=self._events,
             clock=self._clock,
         )
         if first.storage_generation:
@@ -165,7 +171,7 @@ class SchedulerSide:
     def _track(self, request: Any) -> TrackedRequest:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            tracked = TrackedRequest(request, self._namespace, self._page_size)
+            tracked = TrackedRequest(request, self._namespace, self._page_size, self._hash_tokens)
             self._requests[request.request_id] = tracked
         return tracked
 
@@ -282,7 +288,10 @@ class SchedulerSide:
             return
         tracked.offered = pages
         rows = self._rows(tracked, 0, pages)
-        self.manager.store(tracked.keys(pages), rows, priority=tracked.priority)
+        keys = tracked.keys(pages)
+        if self._events.active:
+            self._blocks_of_page.learn(keys, tracked.block_hashes(pages))
+        self.manager.store(keys, rows, priority=tracked.priority)
 
     def take_step(self) -> StepMetadata:
         """What the workers are to do in this step."""
@@ -290,6 +299,10 @@ class SchedulerSide:
         self._collect()
         meta, self._meta = self._meta, StepMetadata()
         return meta
+
+    def take_events(self) -> list[BlocksKept | BlocksGone]:
+        """Which blocks came to be somewhere, or are there no more, since the last time."""
+        return list(self._blocks_of_page.tell(self._events.drain()))
 
     def _collect(self) -> None:
         commands: list[Command] = self._queue.take()
