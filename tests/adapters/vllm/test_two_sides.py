@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.adapters.vllm.two_sides import TwoSides, Request, told
+from tests.adapters.vllm.two_sides import Request, TwoSides, told
 
 from kvferry.adapters.vllm.block_events import BlocksGone, BlocksKept
 from kvferry.adapters.vllm.scheduler_side import SchedulerSide
@@ -77,7 +77,11 @@ def test_only_filled_pages_are_stored(make: Make) -> None:
     sides.look_up(request)
     sides.scheduler.allocated(request, [FIRST[:3]], 0)
     stored = []
-    for num_computed, num_new, blocks in ((0, 10, None), (10, 5, [FIRST[3:4]]), (15, 7, [FIRST[4:]])):
+    for num_computed, num_new, blocks in (
+        (0, 10, None),
+        (10, 5, [FIRST[3:4]]),
+        (15, 7, [FIRST[4:]]),
+    ):
         sides.scheduler.new_blocks("a", blocks, replaces=False)
         meta = sides.step(("a", num_computed, num_new))
         stored.append([len(one.keys) for one in meta.commands if isinstance(one, MovePages)])

@@ -78,9 +78,7 @@ class TwoSides:
                 between_steps=between_steps,
             )
             rng = torch.Generator().manual_seed(0 if replicated else rank)
-            caches = {
-                name: torch.randn(NUM_BLOCKS, 2, BLOCK, 6, generator=rng) for name in LAYERS
-            }
+            caches = {name: torch.randn(NUM_BLOCKS, 2, BLOCK, 6, generator=rng) for name in LAYERS}
             worker.register(caches, NUM_BLOCKS, ["test"])
             self.workers.append(worker)
             self.caches.append(caches)
