@@ -1,4 +1,4 @@
-"""Scheduler's side and workers' sides, without an engine: what moves, what is told, what is left."""
+"""Scheduler's side and workers' sides without an engine: what moves, is told, and is left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.adapters.vllm.two_sides import Request, TwoSides, told
 from kvferry.adapters.vllm.block_events import BlocksGone, BlocksKept
 from kvferry.adapters.vllm.scheduler_side import SchedulerSide
 from kvferry.errors import ConfigError
-from kvferry.tiers import MovePages
+from kvferry.tiers import Command, MovePages, ProbeStorage
 from kvferry.types import Direction, SlotKind, Tier
 
 TOKENS = list(range(100, 122))  # five whole blocks and two tokens
@@ -167,11 +167,19 @@ def test_storage_is_asked_and_read_without_waiting(make: Make, tmp_path: Path) -
     assert two.holds(OTHER, kept, range(5))
 
 
-def test_the_same_bytes_are_written_once(make: Make, tmp_path: Path) -> None:
+def test_the_same_bytes_are_written_once(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of ranks with the same bytes one writes, and all of them read; others write each its own."""
     sections = {"storage": {"enabled": True, "path": str(tmp_path / "same")}}
     sides = make(sections, ranks=2, replicated=True)
+    done: list[Command] = []
+    follower = sides.workers[1].data
+    monkeypatch.setattr(
+        follower, "execute", lambda command: (done.append(command), follower.submit(command))[1]
+    )
     sides.compute(Request("a", TOKENS), FIRST)
+    assert [type(one) for one in done] == [ProbeStorage, MovePages]  # and nothing is written
     assert sides.scheduler.counts.take()["written_pages"] == 5
     objects = [path for path in (tmp_path / "same").rglob("*") if path.stat().st_size > 500]
     sections = {"storage": {"enabled": True, "path": str(tmp_path / "own")}}
@@ -206,24 +214,25 @@ def test_an_end_at_any_time_leaves_nothing(make: Make, tmp_path: Path) -> None:
     assert not sides.scheduler._requests
 
 
-def test_namespaces_do_not_meet(make: Make) -> None:
+def test_namespaces_do_not_meet(make: Make, tmp_path: Path) -> None:
     """Salt, adapter, and a reset: nobody finds what another one stored."""
 
     class Adapter:
         lora_name, lora_path = "x", "/nowhere"
 
-    sides = make()
+    sides = make({"storage": {"enabled": True, "path": str(tmp_path)}})
     sides.compute(Request("a", TOKENS), FIRST)
-    for number, other in enumerate(
-        (
-            {"cache_salt": "x"},
-            {"lora_request": Adapter()},
-            {"kv_transfer_params": {"kvferry": {"skip_load": True}}},
-        )
-    ):
+    others: tuple[dict[str, Any], ...] = (
+        {"cache_salt": "x"},
+        {"lora_request": Adapter()},
+        {"kv_transfer_params": {"kvferry": {"skip_load": True}}},
+    )
+    for number, other in enumerate(others):
         assert sides.look_up(Request(f"b{number}", TOKENS, **other)) == 0
-    assert sides.look_up(Request("c", TOKENS)) == 20
+    running = Request("c", TOKENS)
+    assert sides.look_up(running) == 20
     sides.scheduler.reset()
+    assert sides.look_up(running) == 0
     assert sides.look_up(Request("d", TOKENS)) == 0
     with pytest.raises(ConfigError, match="skip_reading"):
         sides.look_up(Request("e", TOKENS, kv_transfer_params={"kvferry": {"skip_reading": True}}))
