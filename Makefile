@@ -8,7 +8,7 @@
 #                PYTEST_ARGS="..." is passed on
 #   make soak    the tests that repeat something, ten times as long; PYTEST_ARGS="..." is passed on
 #   make lint    formatting, lint, types, import contracts
-#   make bench   CPU copy speed; BENCH_ARGS="..." is passed on
+#   make bench   what needs no GPU, measured; BENCH_ARGS="..." is passed on
 #   make gpu     all that needs a GPU, with PYTHON as it is; GPU_ARGS="..." is passed on
 #   make format  rewrite the sources as `make lint` wants them
 #
@@ -70,7 +70,7 @@ soak: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest -m soak --soak-factor 10 --timeout 3600 $(PYTEST_ARGS)
 
 bench: $(VENV)/.stamp-dev
-	$(BIN)/python benchmarks/cpu_copy.py $(BENCH_ARGS)
+	$(BIN)/python scripts/bench.py $(BENCH_ARGS)
 
 gpu:
 	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) scripts/gpu.py $(GPU_ARGS)

@@ -1,7 +1,7 @@
 """How fast the CPU paths move pages, against a plain memcpy of the same bytes in the same run.
 
     make bench
-    make bench BENCH_ARGS="--json benchmarks/results/cpu_copy.json"
+    python benchmarks/cpu_copy.py --json benchmarks/results/cpu_copy.json
 
 Figures are GB/s (10^9 bytes of payload a second), each the median of several transfers of random
 data, after the bytes of a round trip were compared. memcpy is a plain copy of as many bytes in one

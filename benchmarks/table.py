@@ -62,7 +62,8 @@ def tables(told: Mapping[str, Any]) -> Iterator[str]:
         if name.startswith(("direct_", "staged_")):
             yield ""
             yield from _throughput(result)
-    for name, render in (("beside", _beside), ("latency", _latency), ("jit", _jit),
+    for name, render in (("beside", _beside), ("latency", _latency), ("cache_bench", _cache),
+                         ("jit", _jit),
                          ("long_contexts", _long_contexts)):  # fmt: skip
         if name in results:
             yield ""
@@ -75,6 +76,7 @@ def tables(told: Mapping[str, Any]) -> Iterator[str]:
 
 _PROOFS = {
     "pytest": "tests on the GPU",
+    "cache": "tests of the cache on the GPU",
     "selftest": "`kvferry selftest`",
     "memcheck": "compute-sanitizer, memcheck",
     "racecheck": "compute-sanitizer, racecheck",
@@ -219,6 +221,37 @@ def _latency(result: Mapping[str, Any]) -> Iterator[str]:
     for row in result["rows"]:
         what = row["case"].replace("_", " ")
         yield f"| {what} | {row['mover']} | {row.get('us', NOTHING)} | {told[row['case']](row)} |"
+
+
+def _cache(result: Mapping[str, Any]) -> Iterator[str]:
+    yield "| what | | ms for a caller | GB/s | of M | |"
+    yield "|---|---|---|---|---|---|"
+    for row in result["rows"]:
+        case, more = row["case"], []
+        if "path" in row:
+            more.append(row["path"])
+        if "over_engine" in row:
+            more.append(f"{row['over_engine']:.2f} of the engine alone")
+        if "workers" in row:
+            more.append(f"{row['workers']} threads")
+        if "us" in row:
+            more.append(f"{row['us']} µs")
+        if "ms_per_sec" in row:
+            more.append(f"{row['ms_per_sec']} ms of CPU a second")
+        if "cost" in row:
+            more.append(
+                f"{row['on']:.1f} GB/s timed, {row['off']:.1f} not; a call takes "
+                f"{row['call_us']} µs more"
+            )
+        if "skipped" in row:
+            more.append(f"**skipped**: {row['skipped']}")
+        if row.get("num_exposed"):
+            more.append("with the CPU's time")
+        rate = f"{row['gb_per_sec']:.1f}" if "gb_per_sec" in row else NOTHING
+        yield (
+            f"| {case} | {row['what']} | {row.get('ms', NOTHING)} | {rate} | "
+            f"{_share(row, 'over_m')} | {'; '.join(more)} |"
+        )
 
 
 def _jit(told: Mapping[str, Any]) -> Iterator[str]:

@@ -40,6 +40,8 @@ _TESTS = (
     "tests/memory/test_pin_driver.py",
     "tests/cli/test_doctor.py",
 )
+# Tests of the cache, in a step of their own: they take about as long as all others.
+_CACHE_TESTS = ("tests/gpu/test_cache.py",)
 # Other versions of torch and numpy warn about other things, and plug-ins of the machine about
 # themselves: that is no failure. What a destructor or a thread swallows is one.
 _PYTEST_OPTIONS = (
@@ -173,8 +175,12 @@ def _steps(*, quick: bool) -> Iterator[_Step]:
     python = sys.executable
     # Where torch sees no GPU every test is skipped, which pytest counts as success.
     tested = r"\b[1-9]\d* passed\b"
-    tests = (python, "-m", "pytest", *_TESTS, *_PYTEST_OPTIONS)
+    others = tuple(f"--ignore={name}" for name in _CACHE_TESTS)
+    tests = (python, "-m", "pytest", *_TESTS, *others, *_PYTEST_OPTIONS)
     yield _Step("pytest", tests, 240, must_print=tested)
+    # What is skipped is named, with its reason: storage needs a package that may not be there.
+    of_cache = (python, "-m", "pytest", *_CACHE_TESTS, *_PYTEST_OPTIONS, "-rs")
+    yield _Step("cache", of_cache, 240, must_print=tested)
     selftest = ("selftest", "--json", *(("--quick",) if quick else ()))
     yield _Step("selftest", (python, "-m", "kvferry", *selftest), 150, prints_json=True)
     yield _Step("doctor", (python, "-m", "kvferry", "doctor", "--json"), 90, prints_json=True)
@@ -182,6 +188,7 @@ def _steps(*, quick: bool) -> Iterator[_Step]:
         yield _Step(name, _benchmark(python, "throughput", arguments), 180)
     yield _Step("beside", _benchmark(python, "beside"), 150)
     yield _Step("latency", _benchmark(python, "latency"), 120)
+    yield _Step("cache_bench", _benchmark(python, "cache"), 240)
     yield _Step("jit", (python, "benchmarks/jit.py", "--json", "{json}"), 60)
     tool = _sanitizer()
     for name, cases in _SANITIZERS:

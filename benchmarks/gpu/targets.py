@@ -57,6 +57,8 @@ def cells_of(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Cell]:
         yield from _beside_cells(row)
     for row in rows_of(results, "latency"):
         yield from _latency_cells(row)
+    for row in rows_of(results, "cache_bench"):
+        yield from _cache_cells(row)
     jit = results.get("jit")
     if jit:
         for what, key, unit, most in JIT:
@@ -144,3 +146,14 @@ def _latency_cells(row: Row) -> Iterator[Cell]:
     elif case == "digests":
         yield Cell("digests on against off", f"{mover}, {row['direction'].upper()}", 0.02,
                    row["cost"], False, "%")  # fmt: skip
+
+
+def _cache_cells(row: Row) -> Iterator[Cell]:
+    case, what = row["case"], row["what"]
+    if case == "host":
+        yield Cell(f"{what} through a cache, over its engine alone", row["path"], 0.97,
+                   row["over_engine"], True, "times")  # fmt: skip
+    elif case == "metrics":
+        yield Cell("transfers timed against not timed", what, 0.02, row["cost"], False, "%")
+    elif case == "idle" and what == "poll":
+        yield Cell("a poll of an idle cache", NOTHING, 20, row["us"], False, "µs")

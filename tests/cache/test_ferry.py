@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from kvferry.cache import KVFerry
 from kvferry.config import Config
-from kvferry.errors import CacheError, ConfigError, StorageError
+from kvferry.errors import CacheError, ConfigError, MissingDependencyError, StorageError
 from kvferry.events import PagesEvicted, PagesStored
 from kvferry.geometry import Geometry, HitRule, Plane, PoolView
 from kvferry.index import ContentSpan, Namespace
@@ -287,6 +288,22 @@ def test_storage_that_does_not_work_is_not_attached(engine: Engine) -> None:
             cache.attach_storage("memory")
         assert cache.detach_storage()
         assert cache.detach_storage()
+
+
+def test_without_xxhash_there_is_a_cache_and_no_storage(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What needs it is refused when it is attached; host memory needs none."""
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with engine.cache() as cache:
+        with pytest.raises(MissingDependencyError, match="xxhash"):
+            cache.attach_storage(MemoryBackend())
+        cache.store(TOKENS, device_slots=np.arange(18)).wait()
+        cache.load(cache.match(TOKENS), device_slots=np.arange(100, 116)).wait()
+        assert equal(engine.rows(100, 16), engine.rows(0, 16))
+        monkeypatch.undo()
+        cache.attach_storage(MemoryBackend())
+        assert cache.flush(20).complete
 
 
 def test_detach_is_bounded_and_may_be_forced(engine: Engine, release: threading.Event) -> None:

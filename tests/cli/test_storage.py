@@ -114,10 +114,12 @@ def test_prune(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("args", "words"),
     [
         (["stats", "nothing"], "cannot be opened"),
-        (["stats", "."], "cannot be opened"),
+        (["stats", "."], "has no file KVFERRY"),
+        (["ls", "store", "--limit", "-1"], "--limit -1"),
         (["prune", "store", "--max-bytes", "many"], "--max-bytes many"),
         (["prune", "store", "--max-bytes", "-1"], "--max-bytes -1"),
         (["prune", "store", "--unused-days", "nan"], "--unused-days nan"),
+        (["prune", "store", "--unused-days", "inf"], "--unused-days inf"),
     ],
 )
 def test_bad_input_is_a_message(

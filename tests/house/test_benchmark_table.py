@@ -121,6 +121,33 @@ _RESULTS = {
                 ],
             }
         },
+        "cache_bench": {
+            "result": {
+                "command": "benchmarks/gpu/cache.py --json /tmp/a.json",
+                "link": _LINK,
+                "rows": [
+                    {
+                        "case": "engine", "what": "load", "path": "staged flat",
+                        "direction": "h2d", "gb_per_sec": 49.0, "over_m": 0.98, "num_exposed": 0,
+                    },
+                    {
+                        "case": "host", "what": "match and load", "path": "staged flat",
+                        "direction": "h2d", "gb_per_sec": 47.0, "over_m": 0.94, "num_exposed": 1,
+                        "over_engine": 0.96, "ms": 10.51,
+                    },
+                    {
+                        "case": "metrics", "what": "store", "direction": "d2h", "off": 48.0,
+                        "on": 47.9, "cost": 0.002, "call_us": 31.0,
+                    },
+                    {"case": "disk", "what": "prefetch", "workers": 4, "ms": 120.5,
+                     "gb_per_sec": 4.08},
+                    {"case": "disk", "what": "nothing", "skipped": "xxhash is not installed"},
+                    {"case": "cpu", "what": "match, all there", "us": 210.5},
+                    {"case": "idle", "what": "poll", "us": 25.0},
+                    {"case": "idle", "what": "nobody calls, 4 threads", "ms_per_sec": 0.11},
+                ],
+            }
+        },
         "long_contexts": {
             "status": "passed", "seconds": 301.0, "output": "",
             "result": {
@@ -235,6 +262,12 @@ def test_the_table_has_figures_targets_and_what_misses_them(tmp_path: Path) -> N
             "+10.00 µs | yes |"
         ),
         "| each further copy call | ≤ 3.00 µs | 2.50 µs | staged | 1 | +0.50 µs | yes |",
+        (
+            "| match and load through a cache, over its engine alone | ≥ 0.97 times | "
+            "**0.96 times** | staged flat | 1 | **-0.01 times** | **no** |"
+        ),
+        "| transfers timed against not timed | ≤ 2.0 % | 0.2 % | store | 1 | +1.8 % | yes |",
+        "| a poll of an idle cache | ≤ 20.00 µs | **25.00 µs** | - | 1 | **-5.00 µs** | **no** |",
         "| digests on against off | ≤ 2.0 % | 1.0 % | staged, H2D | 1 | +1.0 % | yes |",
     ],
 )
@@ -251,6 +284,16 @@ def test_the_other_benchmarks_have_tables(tmp_path: Path) -> None:
     lines = _run(tmp_path).stdout.splitlines()
     assert "`benchmarks/gpu/beside.py`" in lines
     for line in (
+        "| engine | load | - | 49.0 | 0.98 | staged flat |",
+        (
+            "| host | match and load | 10.51 | 47.0 | 0.94 | staged flat; 0.96 of the engine "
+            "alone; with the CPU's time |"
+        ),
+        ("| metrics | store | - | - | - | 47.9 GB/s timed, 48.0 not; a call takes 31.0 µs more |"),
+        "| disk | prefetch | 120.5 | 4.1 | - | 4 threads |",
+        "| disk | nothing | - | - | - | **skipped**: xxhash is not installed |",
+        "| cpu | match, all there | - | - | - | 210.5 µs |",
+        "| idle | nobody calls, 4 threads | - | - | - | 0.11 ms of CPU a second |",
         "| memcpy | gemm | h2d | 40.0 | 0.80 | 0.91 | 1.500, 1.600 ms | 6.7 % | 1.20 ms/GB |",
         "| staged | - | both | 40.0 | 0.80 | 0.91 | - | - | - |",
         (

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cache import cpu_row, line_of
 from latency import further_copy_us
 from long_contexts import Sample, growth_mib, thinned
 from overlap import Loss, inside, lost, moved_until, rate, rates_of_both
@@ -19,7 +20,7 @@ from rig import PAGE_SIZE, device_slots, in_runs, pages_of
 
 _ROOT = Path(__file__).parents[2]
 _FOLDER = _ROOT / "benchmarks" / "gpu"
-_SCRIPTS = ("throughput", "beside", "latency", "long_contexts")
+_SCRIPTS = ("throughput", "beside", "latency", "cache", "long_contexts")
 
 
 def _steps() -> list[Any]:
@@ -144,6 +145,14 @@ def test_the_cost_of_a_further_copy() -> None:
     assert further_copy_us(rows) == pytest.approx(2.5)
     assert further_copy_us(rows[:1]) is None
     assert further_copy_us([]) is None
+
+
+def test_rows_of_the_cache_are_printed_whole() -> None:
+    """Every figure has its name and value; a call is told in microseconds, by its median."""
+    row = cpu_row("match", [3e-6, 2e-6, 40e-6])
+    assert row == {"case": "cpu", "what": "match", "us": 3.0}
+    assert cpu_row("poll", [1e-6], "idle")["case"] == "idle"
+    assert " ".join(line_of({**row, "over_m": 0.9}).split()) == "cpu match us 3.0 over m 0.9"
 
 
 def test_memory_that_grows_is_seen() -> None:

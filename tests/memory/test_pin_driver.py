@@ -11,10 +11,18 @@ from typing import Any
 import pytest
 from tests.stub_driver import build_driver, run_over_driver
 
-from kvferry.errors import DriverError, PinError
+from kvferry.errors import BudgetError, DriverError, PinError
 from kvferry.geometry import Geometry, Plane
 from kvferry.kernels.jit import Context, Driver
-from kvferry.memory import ContextPinDriver, HostMapping, HostPool, is_registered, look_up, register
+from kvferry.memory import (
+    ContextPinDriver,
+    HostMapping,
+    HostPool,
+    HugePages,
+    is_registered,
+    look_up,
+    register,
+)
 
 BASE = 0x7F00_0000_0000
 MIB = 1 << 20
@@ -281,16 +289,27 @@ def test_gpu_finds_memory_that_torch_pinned(context: Context) -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_pool_pins_and_unpins(context: Context) -> None:
+@pytest.mark.parametrize("chunk_bytes", [None, MIB])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("huge_pages", ["never", "transparent", "always"])
+def test_gpu_pool_pins_and_unpins(
+    context: Context, huge_pages: HugePages, shared: bool, chunk_bytes: int | None
+) -> None:
     """A host pool's slots are reached while it is open, and its memory is free after that."""
     pins = ContextPinDriver(context)
     geometry = Geometry(planes=(Plane(name="latent", num_layers=3, element_size=656),))
-    pool = HostPool(geometry, num_slots=4)
-    registration = pool.pin(pins)
-    address = pool.address
+    try:
+        pool = HostPool(geometry, num_slots=64, huge_pages=huge_pages, shared=shared)
+    except BudgetError as absent:
+        if huge_pages != "always":
+            raise
+        pytest.skip(f"no reserved huge pages: {absent}")
+    registration = pool.pin(pins, chunk_bytes=chunk_bytes)
+    address, last = pool.address, pool.num_slots - 1
     assert registration.num_bytes == pool.num_bytes
+    assert (len(registration.chunks) > 1) is (chunk_bytes is not None)
     pool.slot_view(0)[:] = os.urandom(pool.slot_bytes)
-    _round_trip(context, pool.slot_address(0), pool.slot_address(3), pool.slot_bytes)
-    assert bytes(pool.slot_view(3)) == bytes(pool.slot_view(0))
+    _round_trip(context, pool.slot_address(0), pool.slot_address(last), pool.slot_bytes)
+    assert bytes(pool.slot_view(last)) == bytes(pool.slot_view(0))
     pool.close()
     assert not pins.is_pinned(address)

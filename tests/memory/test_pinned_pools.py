@@ -13,7 +13,14 @@ from tests.memory.fake_pins import OUT_OF_MEMORY, FakePins, whole_pages
 
 from kvferry.errors import ConfigError, PinError, PoolClosedError, PoolInUseError
 from kvferry.geometry import Geometry, HitRule, Plane
-from kvferry.memory import HostPool, RegisteredHostPool, SlotOwner, is_registered
+from kvferry.memory import (
+    HostPool,
+    PageKind,
+    RegisteredHostPool,
+    SlotOwner,
+    is_registered,
+    linux_calls,
+)
 from kvferry.types import SlotKind
 
 PAGE = mmap.PAGESIZE
@@ -315,3 +322,39 @@ def test_digests_of_an_engine_pool_are_committed_memory() -> None:
     assert not pool.digests.any()
     assert pool.digests.ctypes.data % PAGE == 0
     pool.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("reserved", [False, True])
+def test_pools_of_every_backing_are_pinned_alike(
+    monkeypatch: pytest.MonkeyPatch, reserved: bool, shared: bool
+) -> None:
+    """Huge pages and shared memory too: in chunks where need be, none of which splits a slot."""
+
+    def huge_pages_are_ordinary(num_bytes: int, _: int) -> mmap.mmap:
+        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    make_shared = linux_calls.shared_memory
+    monkeypatch.setattr(linux_calls, "map_huge", huge_pages_are_ordinary)
+    monkeypatch.setattr(
+        linux_calls, "shared_memory", lambda name, size, **_: make_shared(name, size)
+    )
+    pool = HostPool(
+        _geometry(element_size=8200, num_layers=8),
+        num_slots=200,
+        huge_pages="always" if reserved else "transparent",
+        shared=shared,
+        unchecked_budget=reserved,
+    )
+    assert (pool.backing.pages is PageKind.RESERVED) is reserved
+    assert pool.backing.shared is shared
+    driver = FakePins(lambda asked: 1 if asked.num_bytes > 20 * MIB else None)
+    registration = pool.pin(driver)
+    assert len(registration.chunks) > 2
+    # What whole huge pages take beyond the pool is nobody's, and is left alone.
+    assert registration.num_bytes == pool.num_bytes <= pool.backing.num_bytes
+    for slot in range(200):
+        start = pool.slot_address(slot)
+        assert registration.chunk_of(start) == registration.chunk_of(start + pool.slot_bytes - 1)
+    pool.close()
+    assert driver.pinned == {}

@@ -42,8 +42,8 @@ def _split(geometry: Geometry, **arguments: Any) -> PoolSizes:
 
 
 @pytest.mark.parametrize("budget", [4 * MIB, 5 * MIB + 1, 16 * MIB - 1, 123_456_789])
-@pytest.mark.parametrize("fraction", [None, 0.5, 0.7])
-def test_all_pools_stay_within_the_budget(budget: int, fraction: float | None) -> None:
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.7])
+def test_all_pools_stay_within_the_budget(budget: int, fraction: float) -> None:
     """Pools of these sizes take what is told; less than one slot of a page is left over."""
     geometry = _geometry()
     sizes = _split(geometry, num_bytes=budget, state_fraction=fraction)
@@ -51,7 +51,7 @@ def test_all_pools_stay_within_the_budget(budget: int, fraction: float | None) -
     assert budget - one_page - 16 <= sizes.num_bytes <= budget
     assert sizes.budget_bytes == sizes.verdict.asked_bytes == budget
     one_state = geometry.slot_bytes(SlotKind.STATE) + 8 * 3
-    for_states = (0.1 if fraction is None else fraction) * budget
+    for_states = fraction * budget
     assert for_states - one_state - 16 <= sizes.state_bytes <= for_states
     if budget < 20 * MIB:
         taken = 0
@@ -63,17 +63,16 @@ def test_all_pools_stay_within_the_budget(budget: int, fraction: float | None) -
 
 @pytest.mark.parametrize("kind", list(SlotKind))
 def test_a_geometry_of_one_kind_gives_it_everything(kind: SlotKind) -> None:
-    """No share is set aside for what the model has not, and asking for one is a mistake."""
+    """No share is set aside for what the model has not, whatever it was to be."""
     geometry = _geometry(kind)
     sizes = _split(geometry, num_bytes=64 * MIB)
     other = SlotKind.STATE if kind is SlotKind.PAGE else SlotKind.PAGE
     assert sizes.slots(other) == 0
     assert sizes.num_bytes == (sizes.page_bytes if kind is SlotKind.PAGE else sizes.state_bytes)
     assert sizes.num_bytes > 64 * MIB - geometry.slot_bytes(kind) - 100
-    whole = 0 if kind is SlotKind.PAGE else 1
-    assert _split(geometry, num_bytes=64 * MIB, state_fraction=whole) == sizes
-    with pytest.raises(ConfigError, match=r"state_fraction=0.5.*alone: leave it out"):
-        _split(geometry, num_bytes=64 * MIB, state_fraction=0.5)
+    assert _split(geometry, num_bytes=64 * MIB, state_fraction=0.7) == sizes
+    with pytest.raises(ConfigError, match=r"state_fraction=0: give a share above 0"):
+        _split(geometry, num_bytes=64 * MIB, state_fraction=0)
 
 
 def test_a_ratio_to_the_device_pool() -> None:
@@ -143,8 +142,12 @@ def test_huge_pages_that_suffice_are_the_budget() -> None:
         ({"device_bytes": MIB, "ratio": "2"}, "ratio='2'"),
         ({"num_bytes": MIB, "state_fraction": 1.5}, "state_fraction=1.5"),
         ({"num_bytes": MIB, "state_fraction": float("nan")}, "state_fraction=nan"),
-        ({"num_bytes": MIB, "state_fraction": 0}, "leaves nothing for states"),
-        ({"num_bytes": MIB, "state_fraction": 1}, "leaves nothing for pages"),
+        ({"num_bytes": MIB, "state_fraction": 0}, "state_fraction=0: give a share above 0"),
+        (
+            {"num_bytes": MIB, "state_fraction": 1},
+            "state_fraction=1: give a share above 0 and below 1",
+        ),
+        ({"num_bytes": MIB, "state_fraction": "0.5"}, "state_fraction='0.5'"),
         ({"num_bytes": MIB, "state_fraction": 0.1}, r"for state slots, and one .*state_fraction"),
         ({"num_bytes": 310_000, "state_fraction": 0.999}, r"for page slots, and one"),
         ({"device_bytes": 1000}, r"2.5 times a device pool of 1000 B leaves 250 B"),

@@ -138,6 +138,7 @@ def test_what_cannot_be_replayed_is_refused(given: dict[str, Any], message: str)
     ("line", "message"),
     [
         ("{", "line 2 is not JSON"),
+        ("[" * 100_000, "line 2 is not JSON"),
         ("[1]", "line 2 is no JSON object"),
         ('{"hash_ids": "1"}', "line 2: hash_ids must be a list"),
         ('{"hash_ids": [-1]}', "line 2: hash_ids must be a list of whole numbers"),
@@ -146,6 +147,8 @@ def test_what_cannot_be_replayed_is_refused(given: dict[str, Any], message: str)
         ('{"hash_ids": [4, 5, 4]}', "line 2: hash_ids has 4 twice"),
         ('{"hash_ids": [], "input_length": -1}', "line 2: input_length must be"),
         ('{"hash_ids": [], "timestamp": "now"}', "line 2: timestamp must be"),
+        ('{"hash_ids": [], "timestamp": NaN}', "line 2: timestamp must be"),
+        ('{"hash_ids": [], "timestamp": 1e400}', "line 2: timestamp must be"),
     ],
 )
 def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str, message: str) -> None:

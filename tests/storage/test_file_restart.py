@@ -113,6 +113,8 @@ def test_folders_that_cannot_be_opened(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [{"capacity_bytes": 0}, {"num_threads": 0}, {"fsync": "sometimes"}, {"touch_secs": -1.0},
+     {"touch_secs": float("inf")}, {"touch_secs": "60"}, {"capacity_bytes": "1GiB"},
+     {"num_threads": 2.5}, {"num_threads": True},
      {"rescan_secs": float("nan")}],
 )  # fmt: skip
 def test_bad_options_are_refused(tmp_path: Path, options: dict[str, object]) -> None:

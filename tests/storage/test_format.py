@@ -5,17 +5,21 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvferry.errors import StorageError
+from kvferry.errors import MissingDependencyError, StorageError
+from kvferry.geometry import Geometry, Plane
 from kvferry.storage import (
     MAX_KEY_BYTES,
     HeaderFault,
     HeaderProblem,
+    MemoryBackend,
     ObjectHeader,
+    PageStore,
     checksum,
     header_bytes,
     parse_header,
@@ -125,3 +129,11 @@ def test_what_cannot_be_packed() -> None:
         _header(key=bytes(97)).pack()
     with pytest.raises(StorageError, match="32 digits"):
         ObjectHeader("ab", b"k", SlotKind.PAGE, 1, bytes(16), np.zeros(0, np.uint64)).pack()
+
+
+def test_without_xxhash_a_page_store_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is made, and not in a worker at the first page."""
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    geometry = Geometry(planes=(Plane(name="k", num_layers=1, element_size=8),), page_size=4)
+    with pytest.raises(MissingDependencyError, match="pip install 'xxhash"):
+        PageStore(MemoryBackend(), geometry)

@@ -135,3 +135,16 @@ def test_a_backend_that_does_not_work_here(method: str, fault: Fault, words: str
     assert not result.ok
     assert words in result.reason
     assert backend.stats().objects == 0
+
+
+class Raising(MemoryBackend):
+    """Cannot be made."""
+
+    def __init__(self) -> None:
+        raise LookupError("as told")
+
+
+def test_a_class_that_raises_as_it_is_opened() -> None:
+    """What is raised is kvferry's, with what the class said."""
+    with pytest.raises(StorageError, match="LookupError: as told"):
+        open_backend(f"{__name__}:Raising")

@@ -176,7 +176,8 @@ class FakeData:
         if command.kind is SlotKind.STATE:
             plane_slots: Any = command.plane_slots
             return int(next(iter(plane_slots.values()))[position][0])
-        return int(command.device_slots[position][0])
+        tokens = command.device_slots[position]
+        return int(tokens[0]) // len(tokens)
 
     def _write(self, kind: SlotKind, key: bytes, place: tuple[SlotKind, int]) -> ItemStatus:
         content = self.host[place]

@@ -114,7 +114,10 @@ class World:
         if SlotKind.STATE in self.pools:
             planes = {"s": [first + num_pages]}
         slots = DeviceSlots(
-            self.geometry, np.repeat(pages, PAGE), planes or None, first_page=first_page
+            self.geometry,
+            (pages[:, None] * PAGE + np.arange(PAGE)).ravel(),
+            planes or None,
+            first_page=first_page,
         )
         return slots, first
 

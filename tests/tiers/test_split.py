@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.tiers import data_process
-from tests.tiers.rig import FAST, PAGE, K, V
+from tests.tiers.rig import FAST, PAGE, K, Rig, V
 
 from kvferry.errors import CacheError
 from kvferry.geometry import Geometry
@@ -19,7 +19,9 @@ from kvferry.index import Namespace, PrefixIndex, page_keys
 from kvferry.memory import SlotOwners
 from kvferry.tiers import (
     CommandQueue,
+    Completion,
     DeviceSlots,
+    Found,
     LinkState,
     MovePages,
     Reason,
@@ -189,3 +191,21 @@ def test_commands_can_be_pickled() -> None:
     back = pickle.loads(pickle.dumps(command))  # noqa: S301  our own
     assert back.host_slots == (3,)
     assert (back.device_slots == command.device_slots).all()
+
+
+def test_an_answer_that_raises_takes_no_other_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers behind it are taken at the next poll, and their handles end."""
+    rig = Rig()
+    keys = [rig.keys([number] * PAGE) for number in range(2)]
+    first, second = (rig.manager.store(one, rig.slots(at, 1)) for at, one in enumerate(keys))
+    take = rig.data.poll
+
+    def poll() -> list[Completion]:
+        return [Found(1, ()) if getattr(one, "job", 0) == 1 else one for one in take()]
+
+    monkeypatch.setattr(rig.data, "poll", poll)
+    with pytest.raises(CacheError, match="one version of kvferry"):
+        rig.manager.poll()
+    rig.manager.poll()
+    assert (first.done, second.done) == (False, True)
+    assert rig.match([1] * PAGE).num_tokens == PAGE

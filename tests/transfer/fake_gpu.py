@@ -167,6 +167,10 @@ class FakeGpu:
         chosen = self._streams.values() if stream is None else [self._streams[stream]]
         return sum(map(len, chosen))
 
+    def new_stream(self) -> int:
+        """Another stream of the caller's own."""
+        return self._cu_stream_create_with_priority(0, 0)
+
     def enqueue(self, stream: int, work: Callable[[], object]) -> None:
         """Work of the caller's own, in order with what is in `stream`."""
         self._put(stream, lambda: (work(), True)[1])

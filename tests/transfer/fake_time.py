@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ class FakeTime:
             self._reached_at[event] = self.seconds
 
     def between(self, earlier: int, later: int) -> float | None:
-        """Milliseconds between two events; None: one of them has no time."""
+        """Milliseconds between two events, with 32 bits; None: one of them has no time."""
         if not {earlier, later} <= self._reached_at.keys():
             return None
-        return (self._reached_at[later] - self._reached_at[earlier]) * 1e3
+        return ctypes.c_float((self._reached_at[later] - self._reached_at[earlier]) * 1e3).value

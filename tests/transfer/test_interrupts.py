@@ -21,10 +21,10 @@ from tests.transfer.fake_gpu import FakeGpu
 
 from kvferry.errors import PlanError, TransferError
 from kvferry.memory import HostPool, SlotOwner
-from kvferry.transfer import device_transfer, gpu_carrier, in_flight
+from kvferry.transfer import device_transfer, gpu_carrier, in_flight, link_clock
 from kvferry.types import Direction
 
-_FILES = {module.__file__ for module in (device_transfer, gpu_carrier, in_flight)}
+_FILES = {module.__file__ for module in (device_transfer, gpu_carrier, in_flight, link_clock)}
 
 
 class _Stop(KeyboardInterrupt):
@@ -98,7 +98,7 @@ def test_submitting_is_interrupted_at_any_line(gpu: FakeGpu, direction: Directio
     number, stopped = 0, True
     while stopped:
         rig = DeviceRig(gpu, latent(48, num_layers=2), num_pages=16)
-        engine = rig.warm_engine()
+        engine = rig.warm_engine(timed=True)
         rows = rig.rows(2)
         rig.store(engine, [0, 1], rows).wait()
         move = rig.load if direction is Direction.LOAD else rig.store
@@ -120,7 +120,7 @@ def test_waiting_is_interrupted_at_any_line(gpu: FakeGpu) -> None:
     number, stopped = 0, True
     while stopped:
         rig = DeviceRig(gpu, latent(48, num_layers=2), num_pages=16)
-        engine = rig.warm_engine()
+        engine = rig.warm_engine(timed=True)
         rows = rig.rows(2)
         handle = rig.store(engine, [0, 1], rows)
         stop = _StopAt(number)
@@ -142,7 +142,7 @@ def test_waiting_is_interrupted_at_any_line(gpu: FakeGpu) -> None:
 def test_two_interrupts_where_a_transfer_ends(gpu: FakeGpu) -> None:
     """The second comes while the first is dealt with; the engine's next call deals with both."""
     rig = DeviceRig(gpu)
-    engine = rig.warm_engine()
+    engine = rig.warm_engine(timed=True)
     rows = rig.rows(2)
     launched, left = len(gpu.kernels), iter(range(2))
 
@@ -168,7 +168,7 @@ def test_two_interrupts_where_a_transfer_ends(gpu: FakeGpu) -> None:
 def test_a_closed_engine_makes_no_event(gpu: FakeGpu) -> None:
     """Nobody would destroy it."""
     rig = DeviceRig(gpu)
-    engine = rig.warm_engine()
+    engine = rig.warm_engine(timed=True)
     engine.close()
     with pytest.raises(TransferError, match="closed"):
         rig.store(engine, [0], rig.rows(1))
@@ -179,7 +179,7 @@ def test_a_closed_engine_makes_no_event(gpu: FakeGpu) -> None:
 def test_done_means_given_back(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who sees on another thread that a transfer is done may free its slots and close the pool."""
     rig = DeviceRig(gpu)
-    engine = rig.warm_engine()
+    engine = rig.warm_engine(timed=True)
     seen: list[tuple[bool, int]] = []
     release = HostPool.release
 
@@ -210,7 +210,7 @@ def test_a_failure_keeps_no_frames(
 ) -> None:
     """Who catches it and lets go of it has let go of all that its callers held."""
     rig = DeviceRig(gpu, latent(48, num_layers=2), num_pages=16)
-    engine = rig.warm_engine()
+    engine = rig.warm_engine(timed=True)
     rows = rig.rows(2)
 
     def attempt() -> weakref.ref[_Held]:

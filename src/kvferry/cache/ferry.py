@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvferry.cache.explanation import explain
@@ -19,11 +20,11 @@ from kvferry.errors import ConfigError
 from kvferry.events import EventLog
 from kvferry.index import Namespace, PrefixIndex, page_keys
 from kvferry.metrics import Metrics, NullMetrics
-from kvferry.tiers import DataPlane, DeviceSlots, TierManager, Verify
+from kvferry.tiers import DataPlane, DeviceSlots, TierManager, Verify, check_whole
 from kvferry.types import SlotKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from kvferry.cache.reports import Explanation
     from kvferry.config import Config
@@ -87,6 +88,12 @@ class KVFerry(CacheLife):
                 f"the namespace is of geometry {namespace.geometry}, and the cache of "
                 f"{geometry.fingerprint}: give Namespace(..., geometry=geometry.fingerprint)"
             )
+        for name, given in (("storage", storage), ("metrics", metrics)):
+            if isinstance(given, Mapping):
+                raise ConfigError(
+                    f"{name}= takes an object, and settings were given: put that section into "
+                    f"config=, as in Config.resolve({name}={{...}}).config"
+                )
         self.config = config = resolved_config(config, overrides)
         self.geometry = geometry
         self.namespace = namespace
@@ -99,7 +106,13 @@ class KVFerry(CacheLife):
         verify = Verify(config.integrity.verify)
         pools = make_pools(geometry, device_pool, config)
         engines = {
-            kind: make_engine(device_pool, pool, config, verify=verify is Verify.ALWAYS)
+            kind: make_engine(
+                device_pool,
+                pool,
+                config,
+                verify=verify is Verify.ALWAYS,
+                timed=self.metrics.enabled,
+            )
             for kind, pool in pools.items()
         }
         data = DataPlane(geometry, engines, pools, verify=verify)
@@ -191,6 +204,7 @@ class KVFerry(CacheLife):
         Raises PlanError where the slots do not fit.
         """
         self.poll()
+        skip_tokens = check_whole("skip_tokens", skip_tokens)
         state_planes = {span.plane.name for span in self.geometry.spans(SlotKind.STATE)}
         rows = DeviceSlots(
             self.geometry,
@@ -198,6 +212,7 @@ class KVFerry(CacheLife):
             plane_slots,
             first_page=skip_tokens // self.geometry.page_size,
             device_run=device_run,
+            stream=stream,
         )
         handle = self._manager.load(
             found,
@@ -289,12 +304,16 @@ class KVFerry(CacheLife):
     ) -> StoreHandle:
         self.poll()
         size = self.geometry.page_size
-        valid = len(tokens) if valid_tokens is None else valid_tokens
+        valid = len(tokens)
+        if valid_tokens is not None:
+            valid = check_whole("valid_tokens", valid_tokens, valid)
         keys = self.keys(tokens[:valid], lora=lora, salt=salt, content=content)
         at_boundary = has_state and bool(keys) and valid == len(keys) * size
         handle = self._manager.store(
             keys,
-            DeviceSlots(self.geometry, device_slots, plane_slots, device_run=device_run),
+            DeviceSlots(
+                self.geometry, device_slots, plane_slots, device_run=device_run, stream=stream
+            ),
             evicting=evicting,
             state_page=len(keys) - 1 if at_boundary else None,
             priority=priority,

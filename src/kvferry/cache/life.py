@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any, Self
 
 from kvferry.cache.reports import CloseReport, FlushReport
-from kvferry.errors import PoolInUseError, StorageError
-from kvferry.storage import open_backend, try_backend
+from kvferry.errors import BackendInterfaceError, ConfigError, PoolInUseError, StorageError
+from kvferry.storage import check_backend, open_backend, try_backend
 from kvferry.tiers import LinkState
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ __all__ = ["CacheLife"]
 
 # Long enough that waiting costs nothing, short enough that deadlines of others are seen.
 _LONGEST_WAIT_SECS = 0.05
+
+# How often a flush offers pages once more of which storage took none.
+_TRIES = 3
 
 
 class CacheLife:
@@ -89,16 +93,29 @@ class CacheLife:
             StorageError: It cannot be opened, or the probe failed.
         """
         generation = self._manager.new_generation()
-        opened = open_backend(backend, **options) if isinstance(backend, str) else backend
-        if probe:
-            result = try_backend(opened)
-            if not result.ok:
-                if isinstance(backend, str):
-                    opened.close()
+        if isinstance(backend, str):
+            opened = open_backend(backend, **options)
+        elif options:
+            raise ConfigError(
+                f"options {', '.join(options)} are for a backend that is opened here: give its "
+                f"name, or open it with them"
+            )
+        else:
+            if isinstance(backend, type):
+                raise BackendInterfaceError(
+                    f"storage={backend.__name__} is a class: open one of it"
+                )
+            check_backend(backend, f"storage={str(backend)[:80]}")
+            opened = backend
+        with contextlib.ExitStack() as unless_attached:
+            if isinstance(backend, str):  # what was opened here is closed here
+                unless_attached.callback(opened.close)
+            if probe and not (result := try_backend(opened)).ok:
                 raise StorageError(
                     f"storage does not do what it should: {result.reason}; see to it, or attach "
                     f"another backend (probe=False goes without this test)"
                 )
+            unless_attached.pop_all()
         self._data.attach_storage(generation, opened, num_threads=self._num_threads)
         self.switches.flip(storage=True)
         self.poll()
@@ -129,19 +146,53 @@ class CacheLife:
         device are not on the host, and cannot be written.
         """
         deadline = time.monotonic() + timeout
-        num_left = self._manager.offer_all()
-        while num_left and (left := deadline - time.monotonic()) > 0:
-            if self._manager.storage_state is not LinkState.ATTACHED:
+        num_left, is_told = 0, False
+        for _ in range(2):  # again what storage dropped meanwhile, to make room for others
+            num_left = self._write_all(deadline)
+            num_dropped = None if num_left else self._ask_for_all(deadline)
+            is_told = num_dropped is not None
+            if not num_dropped:
                 break
-            self._pump(left)
-            num_left = self._manager.offer_all()
         unstored, holes = self._manager.backup_gaps()
         return FlushReport(
-            complete=not (num_left or unstored or holes),
+            complete=is_told and not (num_left or unstored or holes),
             num_left=num_left,
             num_unstored=unstored,
             num_holes=holes,
         )
+
+    def _write_all(self, deadline: float) -> int:
+        """Write what storage lacks, as far as is known; how many pages are left.
+
+        What storage refuses, or fails to write, is offered again a few times, and not until the
+        deadline: a full disk is not to be asked thousands of times a second.
+        """
+        fewest, tries = None, _TRIES
+        while tries:
+            self._manager.offer_all()
+            while num_left := self._manager.num_unwritten:
+                left = deadline - time.monotonic()
+                if left <= 0 or self._manager.storage_state is not LinkState.ATTACHED:
+                    return num_left
+                self._pump(left)
+            num_unstored, _ = self._manager.backup_gaps()
+            if not num_unstored:
+                break
+            tries -= fewest is not None and num_unstored >= fewest
+            fewest = num_unstored
+        return 0
+
+    def _ask_for_all(self, deadline: float) -> int | None:
+        """How many of the pages that were written storage says it has not; None: it did not say."""
+        if not self._manager.options.writes_storage:  # what it has, another rank writes
+            return 0
+        handles = self._manager.confirm_stored()
+        for handle in handles:
+            while not handle.done and (left := deadline - time.monotonic()) > 0:
+                self._pump(left)
+        if any(handle.reason or not handle.done for handle in handles):
+            return None
+        return sum(handle.found.count(False) for handle in handles)
 
     # ---------------------------------------------------------------- ends
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvferry.config import Config
+from kvferry.kernels.jit import process_loader
 from kvferry.memory import HostPool, HugePages, split_budget
 from kvferry.tiers import PrefetchPolicy, StorePolicy, TierOptions, Verify
 from kvferry.transfer import TransferEngine
@@ -18,6 +19,7 @@ __all__ = ["backend_options", "make_engine", "make_pools", "resolved_config", "t
 
 
 _HUGE_PAGES: Mapping[str, HugePages] = {"off": "never", "auto": "auto", "required": "always"}
+_NUMA_NODE: Mapping[str, Literal["auto"] | None] = {"off": None, "auto": "auto"}
 
 
 def resolved_config(config: Config | None, overrides: Mapping[str, Mapping[str, Any]]) -> Config:
@@ -46,15 +48,18 @@ def backend_options(config: Config) -> dict[str, Any]:
 def make_pools(
     geometry: Geometry, device_pool: PoolView, config: Config
 ) -> dict[SlotKind, HostPool]:
-    """All pools together take no more than the configured size."""
+    """All pools together take no more than the configured size.
+
+    Raises as `HostPool`; NoDeviceError and the like, where the GPU is to be asked where it is.
+    """
     host = config.host
-    has_both = all(geometry.spans(kind) for kind in SlotKind)
+    bus_id = None if host.numa == "off" else bus_id_of(device_pool.device)
     sizes = split_budget(
         geometry,
         num_bytes=host.num_bytes,
         device_bytes=device_pool_bytes(device_pool) if host.num_bytes is None else None,
         ratio=host.device_ratio,
-        state_fraction=host.state_fraction if has_both else None,
+        state_fraction=host.state_fraction,
         reserve_bytes=host.reserve_bytes,
         locked=host.locked,
         huge_pages=_HUGE_PAGES[host.huge_pages],
@@ -66,11 +71,25 @@ def make_pools(
             kind=kind,
             locked=host.locked,
             huge_pages=_HUGE_PAGES[host.huge_pages],
+            # Memory is near to a device, so without one there is nothing to be near to.
+            numa_node=None if bus_id is None else _NUMA_NODE[host.numa],
+            device_bus_id=bus_id,
             reserve_bytes=host.reserve_bytes,
         )
         for kind in SlotKind
         if geometry.spans(kind)
     }
+
+
+def bus_id_of(device: str) -> str | None:
+    """The PCI address of the GPU that a pool lies on, as its driver has it; None for the CPU.
+
+    The driver is asked, as it numbers GPUs as CUDA_VISIBLE_DEVICES has it, and the system does not.
+    """
+    kind, _, index = device.partition(":")
+    if kind != "cuda":
+        return None
+    return process_loader().driver.context(int(index or 0)).bus_id
 
 
 def device_pool_bytes(pool: PoolView) -> int:
@@ -81,9 +100,9 @@ def device_pool_bytes(pool: PoolView) -> int:
 
 
 def make_engine(
-    device_pool: PoolView, pool: HostPool, config: Config, *, verify: bool
+    device_pool: PoolView, pool: HostPool, config: Config, *, verify: bool, timed: bool
 ) -> TransferEngine:
-    """The engine between the device pool and one of the host pools."""
+    """The engine between the device pool and one of the host pools; `timed` where that is told."""
     if device_pool.device.partition(":")[0] == "cpu":
         return TransferEngine(device_pool, pool, verify=verify)
     mover = config.transfer.mover
@@ -93,6 +112,7 @@ def make_engine(
         verify=verify,
         mover=None if mover == "auto" else mover,
         staging_bytes=config.transfer.staging_bytes,
+        timed=timed,
     )
 
 
@@ -101,9 +121,6 @@ def tier_options(
 ) -> TierOptions:
     """The config as the tier manager takes it; `num_slots` of the host tier."""
     prefetch, storage = config.prefetch, config.storage
-    budget = prefetch.budget_pages
-    if budget is None:
-        budget = max(1, int(num_slots * prefetch.budget_fraction))
     return TierOptions(
         store_policy=StorePolicy(config.store.policy),
         selective_hits=config.store.selective_hits,
@@ -116,10 +133,11 @@ def tier_options(
         timeout_base_secs=prefetch.timeout_base_secs,
         timeout_secs_per_1024_tokens=prefetch.timeout_secs_per_1024_tokens,
         prefetch_max_secs=prefetch.max_secs,
-        prefetch_budget_pages=budget,
+        prefetch_budget_pages=prefetch.budget(num_slots),
         batch_pages=storage.batch_pages,
         max_batches=2 * storage.workers,
         breaker_failures=storage.breaker_failures,
         breaker_secs=storage.breaker_secs,
+        link_window_secs=config.metrics.window_secs,
         verify=verify,
     )

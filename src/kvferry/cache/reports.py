@@ -19,7 +19,7 @@ class FlushReport:
     """What `KVFerry.flush` came to."""
 
     complete: bool
-    """Every page of the host is in storage, and every one before it."""
+    """Every page of the host is in storage, as storage itself says, and every one before it."""
 
     num_left: int
     """Pages that still wait or are being written."""

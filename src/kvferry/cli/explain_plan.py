@@ -171,7 +171,7 @@ def _saved_profile(path: Path) -> DeviceProfile:
             f"--profile {path} cannot be read ({bad.strerror or bad}); name a file that kvferry "
             f"calibrate kept or printed with --json, or leave it out"
         ) from bad
-    except ValueError as bad:  # also text that is not UTF-8
+    except (ValueError, RecursionError) as bad:  # also text that is not UTF-8
         raise ConfigError(f"--profile {path}: it is not JSON ({bad})") from bad
     try:
         return DeviceProfile.from_dict(

@@ -143,7 +143,7 @@ def _override(text: str) -> tuple[str, Any]:
         raise GeometryError(f"--override {text!r} must be FIELD=JSON, such as head_dim=128")
     try:
         return name, json.loads(value)
-    except ValueError as bad:
+    except (ValueError, RecursionError) as bad:
         raise GeometryError(
             f"--override {text!r}: {value!r} is not JSON ({bad}); quote text as '\"bfloat16\"'"
         ) from bad

@@ -27,6 +27,7 @@ examples:
 """
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
           "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}  # fmt: skip
+_MOST_DAYS = 1_000_000
 _DAY_NS = 86_400 * 10**9
 
 
@@ -82,7 +83,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(args: argparse.Namespace, inspector: StorageInspector) -> int:
     contents, _ = inspector.contents()
-    limit = len(contents.files) if args.limit is None else max(0, args.limit)
+    limit = len(contents.files) if args.limit is None else args.limit
+    if limit < 0:
+        raise ConfigError(f"--limit {limit}: give 0 or more")
     shown = contents.files[:limit]
     if args.json:
         rows = [{"key": file.key.hex(), "bytes": file.num_bytes, "last_used": _when(file)}
@@ -141,8 +144,8 @@ def _verify(args: argparse.Namespace, inspector: StorageInspector) -> int:
 def _prune(args: argparse.Namespace, inspector: StorageInspector) -> int:
     before = None
     if args.unused_days is not None:
-        if not args.unused_days >= 0:
-            raise ConfigError(f"--unused-days {args.unused_days}: give 0 or more")
+        if not 0 <= args.unused_days <= _MOST_DAYS:
+            raise ConfigError(f"--unused-days {args.unused_days}: give 0 to {_MOST_DAYS}")
         before = time.time_ns() - int(args.unused_days * _DAY_NS)
     max_bytes = None if args.max_bytes is None else _size(args.max_bytes)
     pruned = inspector.prune(max_bytes=max_bytes, used_before_ns=before, dry_run=args.dry_run)

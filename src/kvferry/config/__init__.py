@@ -8,7 +8,6 @@ from kvferry.config.options import SECRET, Options
 from kvferry.config.resolved import PRECEDENCE, Origin, OriginKind, Resolved
 from kvferry.config.sections import (
     HostConfig,
-    HostShares,
     IntegrityConfig,
     LoadConfig,
     MetricsConfig,
@@ -26,7 +25,6 @@ __all__ = [
     "SECTIONS",
     "Config",
     "HostConfig",
-    "HostShares",
     "IntegrityConfig",
     "LoadConfig",
     "MetricsConfig",

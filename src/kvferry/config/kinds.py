@@ -227,7 +227,10 @@ class OptionMapping(Kind):
         return Options(value)
 
     def read(self, text: str) -> Any:
-        return json.loads(text)
+        try:
+            return json.loads(text)
+        except RecursionError as deep:
+            raise ValueError("it is nested too deeply") from deep
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from kvferry.config.kinds import (
     AbsolutePath,
@@ -22,7 +22,6 @@ from kvferry.config.setting import Section, Setting
 
 __all__ = [
     "HostConfig",
-    "HostShares",
     "IntegrityConfig",
     "LoadConfig",
     "MetricsConfig",
@@ -34,13 +33,6 @@ __all__ = [
 
 _FRACTION = Number(0, 1, above_minimum=True)
 _DAY_SECS = 86_400
-
-
-class HostShares(NamedTuple):
-    """How the host memory is split. The two together are all of it."""
-
-    page_bytes: int
-    state_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,9 +57,9 @@ class HostConfig(Section):
     state_fraction: Annotated[
         float,
         Setting(
-            Number(0, 1, below_maximum=True),
-            "share of the host memory that state checkpoints get, where the geometry has states; "
-            "it is part of the size above, not beside it",
+            Number(0, 1, above_minimum=True, below_maximum=True),
+            "share of the host memory that state checkpoints get, where the geometry has pages and "
+            "states; it is part of the size above, not beside it",
         ),
     ] = 0.1
     huge_pages: Annotated[
@@ -102,19 +94,6 @@ class HostConfig(Section):
             "which pages leave a full tier first, among those that no other page there follows",
         ),
     ] = "lru"
-
-    def shares(self, *, device_pool_bytes: int, has_states: bool) -> HostShares:
-        """Bytes for pages and for state checkpoints, which together are what was configured.
-
-        Args:
-            device_pool_bytes: Of all planes of the device pool, for `device_ratio`.
-            has_states: Whether the geometry has planes of states.
-        """
-        total = self.num_bytes
-        if total is None:
-            total = int(self.device_ratio * device_pool_bytes)
-        state_bytes = int(self.state_fraction * total) if has_states else 0
-        return HostShares(total - state_bytes, state_bytes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,7 @@ def split_budget(
     num_bytes: int | None = None,
     device_bytes: int | None = None,
     ratio: float = DEFAULT_DEVICE_RATIO,
-    state_fraction: float | None = None,
+    state_fraction: float = DEFAULT_STATE_FRACTION,
     reserve_bytes: int | None = None,
     reading: MemoryReading | None = None,
     locked: bool = False,
@@ -74,8 +74,8 @@ def split_budget(
         device_bytes: The size of the device pool, instead: they may take `ratio` times that. Less
             than once is a pool that is smaller than the device's, which is in order.
         ratio: See `device_bytes`; more than 0.
-        state_fraction: The share of states, from 0 to 1, where the geometry has both kinds of
-            planes; None is 0.1. What they leave of it is for pages.
+        state_fraction: The share of states, above 0 and below 1, where the geometry has both kinds
+            of planes; what they leave of it is for pages. One kind alone gets everything.
         reserve_bytes: What stays free for others; see `check_budget`.
         reading: The memory there is; by default it is read now.
         locked: Whether the pools are to be kept out of swap.
@@ -140,26 +140,15 @@ def _budget(num_bytes: int | None, device_bytes: int | None, ratio: float) -> tu
     return int(size * ratio), f"{ratio:g} times a device pool of {format_bytes(size)}"
 
 
-def _state_share(pages: PoolLayout, states: PoolLayout, budget: int, fraction: float | None) -> int:
-    if fraction is not None and not 0 <= fraction <= 1:
-        raise ConfigError(f"state_fraction={fraction!r}: give a share from 0 to 1")
-    has_both = bool(pages.slot_bytes and states.slot_bytes)
-    if not has_both:
-        # One kind gets everything; asking for a share of what is not there is a mistake.
-        only = 1.0 if states.slot_bytes else 0.0
-        if fraction is not None and fraction != only:
-            raise ConfigError(
-                f"state_fraction={fraction!r}, but the geometry has planes for "
-                f"{'states' if only else 'pages'} alone: leave it out"
-            )
-        return budget if only else 0
-    share = DEFAULT_STATE_FRACTION if fraction is None else fraction
-    if not 0 < share < 1:
+def _state_share(pages: PoolLayout, states: PoolLayout, budget: int, fraction: float) -> int:
+    if not isinstance(fraction, int | float) or not 0 < fraction < 1:
         raise ConfigError(
-            f"state_fraction={fraction!r} leaves nothing for {'pages' if share else 'states'}, and "
-            f"a prefix needs both: give a share between 0 and 1"
+            f"state_fraction={fraction!r}: give a share above 0 and below 1, for a prefix of a "
+            f"model with states needs both kinds of slots"
         )
-    return int(budget * share)
+    if not states.slot_bytes:
+        return 0
+    return int(budget * fraction) if pages.slot_bytes else budget
 
 
 def _count(layout: PoolLayout, num_bytes: int, origin: str) -> int:

@@ -19,6 +19,7 @@ __all__ = ["BLOCK_TOKENS", "TracedRequest", "read_trace"]
 BLOCK_TOKENS = 512
 """Tokens that one id stands for."""
 
+_MOST_MILLISECONDS = 1e15
 _SHOWN_CHARACTERS = 60
 
 
@@ -54,7 +55,7 @@ def read_trace(path: str | Path) -> Iterator[TracedRequest]:
 def _request(line: str, where: str) -> TracedRequest:
     try:
         told = json.loads(line)
-    except ValueError as bad:
+    except (ValueError, RecursionError) as bad:
         raise TraceError(
             f"{where} is not JSON ({bad}): {line.strip()[:_SHOWN_CHARACTERS]}"
         ) from bad
@@ -76,7 +77,8 @@ def _request(line: str, where: str) -> TracedRequest:
         if not _is_count(value):
             raise TraceError(f"{where}: {name} must be a number of tokens, not {value!r}")
     timestamp = told.get("timestamp", 0)
-    if isinstance(timestamp, bool) or not isinstance(timestamp, int | float):
+    is_number = isinstance(timestamp, int | float) and not isinstance(timestamp, bool)
+    if not is_number or not abs(timestamp) <= _MOST_MILLISECONDS:  # nor is it NaN
         raise TraceError(f"{where}: timestamp must be milliseconds, not {timestamp!r}")
     return TracedRequest(timestamp, hash_ids=tuple(ids), **lengths)
 

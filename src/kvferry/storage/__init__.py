@@ -34,7 +34,7 @@ from kvferry.storage.format import (
 )
 from kvferry.storage.memory import MemoryBackend
 from kvferry.storage.objects import PageStore, PageStoreCounts
-from kvferry.storage.registry import BACKENDS, open_backend, try_backend
+from kvferry.storage.registry import BACKENDS, check_backend, open_backend, try_backend
 
 __all__ = [
     "BACKENDS",
@@ -59,6 +59,7 @@ __all__ = [
     "StorageBackend",
     "StorageInspector",
     "StorageStats",
+    "check_backend",
     "check_batch",
     "checksum",
     "header_bytes",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import numbers
 import os
 import threading
 import time
@@ -34,6 +35,7 @@ _CLOSED = ItemResult(ItemStatus.FAILED, reason="the backend is closed")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _SHARE_OF_FREE = 0.9
+_MOST_SECS = 10**9
 # Of the capacity: damaged objects must not take the place of whole ones.
 _QUARANTINE_SHARE = 16
 
@@ -358,13 +360,21 @@ def _checked(
     touch_secs: float,
     rescan_secs: float,
 ) -> FsyncPolicy:
+    for name, value, kind in (
+        ("capacity_bytes", 1 if capacity_bytes is None else capacity_bytes, numbers.Integral),
+        ("num_threads", num_threads, numbers.Integral),
+        ("touch_secs", touch_secs, numbers.Real),
+        ("rescan_secs", rescan_secs, numbers.Real),
+    ):
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise ConfigError(f"{name}={value!r}: give a number")
     if capacity_bytes is not None and capacity_bytes < 1:
         raise ConfigError(f"capacity_bytes={capacity_bytes}: give at least 1, or None")
     if num_threads < 1:
         raise ConfigError(f"num_threads={num_threads}: give at least 1")
     for name, value in (("touch_secs", touch_secs), ("rescan_secs", rescan_secs)):
-        if not value >= 0:
-            raise ConfigError(f"{name}={value}: give 0 or more")
+        if not 0 <= value <= _MOST_SECS:
+            raise ConfigError(f"{name}={value}: give 0 to {_MOST_SECS}")
     known = [policy.value for policy in FsyncPolicy]
     if fsync not in known:
         raise ConfigError(f"fsync={fsync!r}: give one of {', '.join(known)}")

@@ -327,7 +327,10 @@ class StorageFolder:
             text = path.read_bytes()
         except FileNotFoundError:
             if self.read_only:
-                raise
+                raise StorageError(
+                    f"the storage folder {self.path!r} cannot be opened: it is none, as it has no "
+                    f"file {MARKER}; give the folder that a cache writes to"
+                ) from None
             # Several processes may do this at once, with the same outcome.
             temporary = path.with_name(temporary_name(self._token, next(self._numbers)))
             try:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 
-from kvferry.errors import StorageError
+from kvferry.errors import MissingDependencyError, StorageError
 from kvferry.storage.base import key_complaint
 from kvferry.types import SlotKind
 
@@ -31,6 +30,7 @@ __all__ = [
     "ObjectHeader",
     "checksum",
     "header_bytes",
+    "new_checksum",
     "parse_header",
 ]
 
@@ -125,11 +125,27 @@ class ObjectHeader:
 
 
 def checksum(data: bytes | bytearray | memoryview) -> bytes:
-    """xxh3-128 in its canonical (big-endian) form."""
+    """xxh3-128 in its canonical (big-endian) form. Raises MissingDependencyError without xxhash."""
     # Unlike the call in one step, `update` releases the interpreter lock for what is large.
-    state = xxhash.xxh3_128()
+    state = new_checksum()
     state.update(data)
-    return state.digest()
+    found: bytes = state.digest()
+    return found
+
+
+def new_checksum() -> Any:
+    """One to be fed with `update`. Raises MissingDependencyError where xxhash is not installed.
+
+    A cache without storage does without xxhash, as on a machine where nothing can be installed.
+    """
+    try:
+        import xxhash
+    except ImportError as absent:
+        raise MissingDependencyError(
+            "xxhash is not installed, and storage checks every page by it: "
+            "pip install 'xxhash>=3.5', or use the cache without storage"
+        ) from absent
+    return xxhash.xxh3_128()
 
 
 def header_bytes(key_bytes: int, num_digests: int) -> int:

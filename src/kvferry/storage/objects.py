@@ -27,6 +27,7 @@ from kvferry.storage.format import (
     ObjectHeader,
     checksum,
     header_bytes,
+    new_checksum,
     parse_header,
 )
 from kvferry.storage.header_room import HeaderRoom, HeaderRooms
@@ -80,7 +81,8 @@ class PageStore:
         missing_secs: How long a key that was not there when it was read is taken for absent,
             whatever the backend says. Writing it ends that.
 
-    Raises StorageError for a geometry without planes for such slots.
+    Raises StorageError for a geometry without planes for such slots, and MissingDependencyError
+    where xxhash is not installed.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class PageStore:
         missing_secs: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        new_checksum()  # now, and not in the first read
         self._backend = backend
         self._fingerprint = geometry.fingerprint
         self._kind = kind

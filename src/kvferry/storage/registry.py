@@ -8,11 +8,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from kvferry.errors import BackendInterfaceError, ConfigError, StorageError
+from kvferry.errors import BackendInterfaceError, ConfigError, KVFerryError, StorageError
 from kvferry.storage.base import INTERFACE_VERSION, Buffers, ItemResult, ItemStatus, StorageBackend
 from kvferry.storage.raw_memory import AlignedBlock
 
-__all__ = ["BACKENDS", "open_backend", "try_backend"]
+__all__ = ["BACKENDS", "check_backend", "open_backend", "try_backend"]
 
 BACKENDS = {
     "file": "kvferry.storage.file:FileBackend",
@@ -37,28 +37,40 @@ def open_backend(name: str, **options: Any) -> StorageBackend:
         StorageError: The backend cannot be opened.
     """
     cls = _class_of(name)
-    missing = [method for method in _METHODS if not callable(getattr(cls, method, None))]
-    missing += [method for method in sorted(getattr(cls, "__abstractmethods__", ()))
-                if method not in missing]  # fmt: skip
-    if missing:
-        raise BackendInterfaceError(
-            f"{name!r} lacks {', '.join(missing)}; a subclass of kvferry.storage.StorageBackend "
-            f"needs all but quarantine, and another class that too"
-        )
-    version = getattr(cls, "interface_version", None)
-    if version != INTERFACE_VERSION:
-        raise BackendInterfaceError(
-            f"{name!r} has interface_version {version!r}, and this kvferry {INTERFACE_VERSION}: "
-            f"install versions of the two that go together"
-        )
+    check_backend(cls, repr(name))
     try:
         inspect.signature(cls).bind(**options)
     except TypeError as bad:
         raise ConfigError(
             f"{name!r} does not take these options ({bad}); it takes {inspect.signature(cls)}"
         ) from bad
-    backend: StorageBackend = cls(**options)
+    try:
+        backend: StorageBackend = cls(**options)
+    except KVFerryError:
+        raise
+    except Exception as bad:  # other people's code: whatever it raises, there is no backend
+        raise StorageError(
+            f"{name!r} cannot be opened: it raised {type(bad).__name__}: {bad}; look at its options"
+        ) from bad
     return backend
+
+
+def check_backend(backend: Any, name: str) -> None:
+    """Raise BackendInterfaceError unless `backend`, a class or an object, is a storage backend."""
+    missing = [method for method in _METHODS if not callable(getattr(backend, method, None))]
+    missing += [method for method in sorted(getattr(backend, "__abstractmethods__", ()))
+                if method not in missing]  # fmt: skip
+    if missing:
+        raise BackendInterfaceError(
+            f"{name} lacks {', '.join(missing)}; a subclass of kvferry.storage.StorageBackend "
+            f"needs all but quarantine, and another class that too"
+        )
+    version = getattr(backend, "interface_version", None)
+    if version != INTERFACE_VERSION:
+        raise BackendInterfaceError(
+            f"{name} has interface_version {version!r}, and this kvferry {INTERFACE_VERSION}: "
+            f"install versions of the two that go together"
+        )
 
 
 def try_backend(backend: StorageBackend) -> ItemResult:
@@ -77,14 +89,25 @@ def try_backend(backend: StorageBackend) -> ItemResult:
         "delete": lambda: backend.delete([key]),
     }
     for step, call in steps.items():
-        (result,) = call()
+        result = _outcome(call)
         if not result.ok:
             reason = f"the {step} of a probe: {result.status.value} {result.reason}".rstrip()
             return result._replace(reason=reason)
         if step == "read" and read.view != wrote.view:
-            backend.delete([key])
+            _outcome(steps["delete"])
             return ItemResult(ItemStatus.CORRUPT, reason="a probe came back with other bytes")
     return ItemResult(ItemStatus.OK, _PROBE_BYTES)
+
+
+def _outcome(call: Callable[[], list[ItemResult]]) -> ItemResult:
+    """The one result of `call`, or why there is none."""
+    try:
+        found: Any = call()
+    except Exception as bad:  # noqa: BLE001  other people's code: whatever it raises is a value
+        return ItemResult(ItemStatus.FAILED, reason=f"it raised {type(bad).__name__}: {bad}")
+    if not isinstance(found, list) or len(found) != 1 or not isinstance(found[0], ItemResult):
+        return ItemResult(ItemStatus.FAILED, reason=f"it returned {str(found)[:80]} for one item")
+    return found[0]
 
 
 def _class_of(name: str) -> Any:

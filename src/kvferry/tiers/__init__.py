@@ -35,7 +35,7 @@ from kvferry.tiers.policy import (
     Verify,
 )
 from kvferry.tiers.restore import RestoreRule
-from kvferry.tiers.rows import DeviceSlots
+from kvferry.tiers.rows import DeviceSlots, check_whole
 from kvferry.tiers.split import CommandQueue
 from kvferry.tiers.state import TRANSITIONS, Actor, PageState, SlotLedger
 from kvferry.tiers.stats import TierStats
@@ -87,5 +87,6 @@ __all__ = [
     "Verify",
     "WorkerFault",
     "WritePages",
+    "check_whole",
     "storage_key",
 ]

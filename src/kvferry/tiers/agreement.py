@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvferry.ranks import Ranks
+    from kvferry.tiers.handles import LoadHandle
+    from kvferry.tiers.restore import RestoreRule
 
 __all__ = ["Agreement"]
 
@@ -30,6 +32,23 @@ class Agreement:
             return count
         seconds = self._timeout if timeout is None else timeout
         return self._ranks.agree_min([count], timeout=seconds)[0]
+
+    def loaded(
+        self, load: LoadHandle, rule: RestoreRule, page_size: int, timeout: float | None = None
+    ) -> int:
+        """How many tokens every rank can use of a load: `LoadHandle.skip_tokens` at least.
+
+        Where planes are windows or states the smallest number of all ranks will not do: a rank that
+        loaded more has the windows, or the state, of another prefix.
+        """
+        if rule.loads_are_monotone or self._ranks is None or self._ranks.size == 1:
+            return self.count(load.usable_tokens, timeout)
+        mine = [0] * load.of_pages
+        for count in load.usable_prefixes:
+            mine[count - 1] = 1
+        seconds = self._timeout if timeout is None else timeout
+        common = longest([bool(one) for one in self._ranks.agree_min(mine, timeout=seconds)])
+        return max(common * page_size, load.skip_tokens)
 
     def prefix(self, usable: Sequence[bool], num_pages: int) -> int:
         """The longest prefix, in pages, that every rank can use: not the smallest of the longest.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Backup"]
 
-_MAX_STATE_HINTS = 1 << 18
-
 
 class _WriteJob(Job):
     def __init__(self, backup: Backup, kind: SlotKind, keys: list[bytes], slots: list[int]) -> None:
@@ -53,8 +51,6 @@ class Backup:
         }
         self._writing: dict[SlotKind, int] = dict.fromkeys(control.tiers, 0)
         self._num_batches = 0
-        self.states_stored: set[bytes] = set()
-        """Keys whose checkpoint storage has, as far as is known; the index has a hint for pages."""
 
     @property
     def depth(self) -> int:
@@ -75,12 +71,6 @@ class Backup:
         """When a write that starts now is late."""
         return self._control.clock() + self._control.options.write_max_secs
 
-    def is_stored(self, kind: SlotKind, node: int) -> bool:
-        """Whether storage has it, as far as is known."""
-        if kind is SlotKind.PAGE:
-            return self._control.index.is_stored(node)
-        return self._control.index.key_of(node) in self.states_stored
-
     def offer(self, nodes: Iterable[int]) -> None:
         """Pages and checkpoints that are on the host should be in storage too."""
         control = self._control
@@ -90,7 +80,7 @@ class Backup:
         room = control.options.max_queue_pages - self.depth
         for node in nodes:
             for kind, tier in control.tiers.items():
-                if tier.slot_of(node) < 0 or self.is_stored(kind, node):
+                if tier.slot_of(node) < 0 or control.hints.is_stored(kind, node):
                     continue
                 key = control.index.key_of(node)
                 if key in self._queues[kind]:
@@ -105,9 +95,19 @@ class Backup:
         self.dispatch()
 
     def last_chance(self, kind: SlotKind, node: int) -> bool:
-        """`node` is about to be evicted from the host: True if it is being written first."""
+        """`node` is about to be evicted from the host: True if it is being written first.
+
+        So is a checkpoint at its end, which would go with it.
+        """
+        kept = self._last_chance(kind, node)
+        states = self._control.tiers.get(SlotKind.STATE)
+        if kind is SlotKind.PAGE and states is not None and states.slot_of(node) >= 0:
+            kept |= self._last_chance(SlotKind.STATE, node)
+        return kept
+
+    def _last_chance(self, kind: SlotKind, node: int) -> bool:
         control = self._control
-        if not control.options.writes_storage or self.is_stored(kind, node):
+        if not control.options.writes_storage or control.hints.is_stored(kind, node):
             return False
         if control.link.refusal() is not Reason.NONE:
             return False
@@ -141,7 +141,11 @@ class Backup:
             key, _ = waiting.popitem(last=False)
             node = control.index.node_of(key)
             # Meanwhile it may have been evicted, written, or found to be in doubt.
-            if node is not None and tier.is_readable(node) and not self.is_stored(kind, node):
+            if (
+                node is not None
+                and tier.is_readable(node)
+                and not control.hints.is_stored(kind, node)
+            ):
                 batch.append((key, node))
         return not batch or self._send(kind, batch)
 
@@ -190,20 +194,15 @@ class Backup:
         failed = [status is ItemStatus.FAILED for status in done.statuses]
         if not job.is_late:
             control.link.judge(job.generation, ok=not any(failed))
-        if job.aborted or job.generation != control.link.generation:
+        if job.aborted or not control.link.is_current(job.generation):
             return
-        stored: list[int] = []
-        for key, status in zip(job.keys, done.statuses, strict=True):
-            if status is ItemStatus.OK:
-                control.link.misses.clear(key)
-                node = control.index.node_of(key)
-                if job.kind is SlotKind.STATE:
-                    self._note_state(key)
-                if node is not None:
-                    stored.append(node)
-        if job.kind is SlotKind.PAGE:
-            control.index.set_stored(stored, True)
+        written = [key for key, status in zip(job.keys, done.statuses, strict=True)
+                   if status is ItemStatus.OK]  # fmt: skip
+        for key in written:
+            control.link.misses.clear(key)
+        stored = [node for key in written if (node := control.index.node_of(key)) is not None]
         control.tell_stored(Tier.STORAGE, job.kind, stored)
+        control.hints.note(job.kind, written)
         if any(failed):
             control.metrics.dropped(Reason.STORAGE_FAILED, sum(failed))
         refused = done.statuses.count(ItemStatus.REFUSED)
@@ -211,16 +210,7 @@ class Backup:
             control.metrics.dropped(Reason.STORAGE_REFUSED, refused)
         self.dispatch()
 
-    def _note_state(self, key: bytes) -> None:
-        if len(self.states_stored) >= _MAX_STATE_HINTS:
-            self.states_stored.clear()  # hints only: the worst is that some are written again
-        self.states_stored.add(key)
-
     def clear(self) -> None:
         """Nothing that waits is to be written."""
         for waiting in self._queues.values():
             waiting.clear()
-
-    def forget_storage(self) -> None:
-        """Another backend, or none: nothing is known of what it has."""
-        self.states_stored.clear()

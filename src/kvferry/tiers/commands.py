@@ -131,6 +131,16 @@ class Moved:
     path: str = ""
     num_bytes: int = 0
     seconds: float = 0.0
+    """From its first to its last byte by the GPU's clock, where that was noted; else from its
+    submission to when its end was seen."""
+
+    link_seconds: tuple[float, float] | None = None
+    """When its bytes were on the link, by the GPU's clock; None where that was not noted."""
+
+    mover: str = ""
+    """What carried it on a GPU, and why that; empty in host memory."""
+
+    route_reason: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,6 +158,8 @@ class Found:
     job: int
     found: tuple[bool, ...]
     error: str = ""
+    refused: bool = False
+    """Nobody asked the backend: it is not its fault."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from kvferry.events import (
     PagesStored,
     chains_of,
 )
+from kvferry.tiers.device_link import DeviceLink
+from kvferry.tiers.hints import StorageHints
 from kvferry.types import SlotKind, Tier
 
 if TYPE_CHECKING:
@@ -21,12 +23,14 @@ if TYPE_CHECKING:
     from kvferry.index import PrefixIndex
     from kvferry.metrics import MetricsSink
     from kvferry.switches import Switches
+    from kvferry.tiers.commands import Moved
     from kvferry.tiers.handles import Pump
     from kvferry.tiers.host_tier import HostTier
     from kvferry.tiers.jobs import Jobs
     from kvferry.tiers.link import StorageLink
     from kvferry.tiers.policy import TierOptions
     from kvferry.tiers.restore import RestoreRule
+    from kvferry.types import Direction
 
 __all__ = ["Control"]
 
@@ -60,6 +64,8 @@ class Control:
         self.switches = switches
         self.jobs = jobs
         self.link = link
+        most_slots = max((tier.num_slots for tier in tiers.values()), default=0)
+        self.hints = StorageHints(index, max(options.max_storage_hints, 2 * most_slots))
         self.metrics = metrics
         self.events = events
         self.clock = clock
@@ -71,6 +77,11 @@ class Control:
         """Pages and checkpoints that are being written to storage: room may come when they are."""
 
         self.closed = False
+        self._device_link = (
+            DeviceLink(metrics, window_secs=options.link_window_secs, clock=clock)
+            if metrics.enabled
+            else None
+        )
 
     @property
     def kinds(self) -> tuple[SlotKind, ...]:
@@ -124,6 +135,34 @@ class Control:
             parent_key = None if parent == _NO_NODE else self.index.key_of(parent)
             pages.append((self.index.key_of(node), parent_key))
         return pages
+
+    def tell_moved(self, direction: Direction, kind: SlotKind, pages: int, done: Moved) -> None:
+        """A transfer of `pages` pages or checkpoints is over."""
+        if self._device_link is None:
+            return
+        self.metrics.transferred(
+            direction,
+            done.path,
+            pages=pages,
+            num_bytes=done.num_bytes,
+            tokens=pages * self.page_size if kind is SlotKind.PAGE else 0,
+            seconds=done.seconds,
+            ok=not done.error,
+        )
+        if done.mover:
+            self.metrics.routed(direction, done.mover, done.route_reason)
+        if done.link_seconds is not None:  # of one that failed there are none
+            self._device_link.add(direction, done.num_bytes, done.link_seconds)
+
+    def tell_levels(self) -> None:
+        """How full, how long and how busy things are now."""
+        if self._device_link is None:
+            return
+        pages = self.tiers.get(SlotKind.PAGE)
+        if pages is not None:
+            self.metrics.occupancy(Tier.HOST, pages.num_in_use, pages.num_slots)
+        self.metrics.queue("jobs", len(self.jobs))
+        self._device_link.tell()
 
     def tell_stored(self, tier: Tier, kind: SlotKind, nodes: Sequence[int]) -> None:
         """`nodes` are in `tier` now."""

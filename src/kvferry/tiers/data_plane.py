@@ -147,8 +147,9 @@ class DataPlane:
             if workers is not None:
                 workers.submit(command)
             elif isinstance(command, ProbeStorage):
+                nothing = (False,) * len(command.keys)
                 self._ready.append(
-                    Found(command.job, (False,) * len(command.keys), error="no such storage")
+                    Found(command.job, nothing, error="no such storage", refused=True)
                 )
             else:
                 statuses = (ItemStatus.REFUSED,) * len(command.keys)
@@ -204,7 +205,7 @@ class DataPlane:
             if not handle.done:
                 left.append(running)
                 continue
-            error = handle.error
+            error, route, on_link = handle.error, handle.route, handle.link_seconds
             self._ready.append(
                 Moved(
                     running.job,
@@ -213,7 +214,12 @@ class DataPlane:
                     verified=handle.verified,
                     path=handle.path,
                     num_bytes=handle.plan.num_bytes,
-                    seconds=time.perf_counter() - running.started,
+                    seconds=time.perf_counter() - running.started
+                    if on_link is None
+                    else on_link[1] - on_link[0],
+                    link_seconds=on_link,
+                    mover="" if route is None else route.mover.value,
+                    route_reason="" if route is None else route.reason,
                 )
             )
         self._running = left

@@ -39,7 +39,8 @@ class FetchReads:
         if hole is None and not fetch.reason:
             self._start_reads(fetch)
         if self._is_over(fetch, hole):
-            self._desk.stop(fetch, fetch.reason)
+            is_all = fetch.end == len(fetch.keys)
+            self._desk.stop(fetch, fetch.reason or (Reason.NONE if is_all else Reason.MISSING))
 
     @staticmethod
     def _is_over(fetch: FetchHandle, hole: int | None) -> bool:
@@ -77,7 +78,7 @@ class FetchReads:
         published = control.tiers[SlotKind.PAGE].publish(whole, Actor.READ) if whole else []
         fetch.num_fetched += len(published)
         if published:
-            control.index.set_stored(published, True)
+            control.hints.note(SlotKind.PAGE, map(control.index.key_of, published))
             self._desk.hold(fetch, published)
             control.tell_loaded(Tier.STORAGE, published)
             control.tell_stored(Tier.HOST, SlotKind.PAGE, published)
@@ -86,6 +87,7 @@ class FetchReads:
         ):
             nodes = control.tiers[SlotKind.STATE].publish([fetch.state_slot], Actor.READ)
             fetch.state_slot, fetch.state_fetch = -1, PageFetch.HERE
+            control.hints.note(SlotKind.STATE, map(control.index.key_of, nodes))
             control.tell_stored(Tier.HOST, SlotKind.STATE, nodes)
 
     def _budget(self) -> int:

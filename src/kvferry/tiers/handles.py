@@ -139,9 +139,17 @@ class LoadHandle(_TransferHandle):
     compute again from there on.
     """
 
-    def __init__(self, pump: Pump, *, skip_tokens: int) -> None:
+    def __init__(self, pump: Pump, *, skip_tokens: int, of_pages: int = 0) -> None:
         super().__init__(pump)
         self.skip_tokens = skip_tokens
+        self.of_pages = of_pages
+        """Whole pages of the prompt: the same on every rank."""
+
+        self.usable_prefixes: tuple[int, ...] = ()
+        """Every number of leading pages that can be used, the greatest first; those that the caller
+        had before are not among them. Not each shorter one can, where planes are windows or states:
+        what the device has belongs to the end of one prefix."""
+
         self.num_tokens = 0
         """How long the prefix is that the load will have made, if all is well."""
 
@@ -209,7 +217,7 @@ class LoadHandle(_TransferHandle):
                 raise CacheError("the load is not over: wait() first, then agree")
             if self.manager is None:
                 raise CacheError("this handle came from no cache")
-            self._agreed = self.manager.agree_tokens(self.usable_tokens, timeout)
+            self._agreed = self.manager.agree_loaded(self, timeout)
         return self._agreed
 
 

@@ -106,6 +106,14 @@ class Jobs:
             job.late()
         return len(due)
 
+    def give_up(self, generation: int) -> None:
+        """Jobs of this attachment of storage are late as of now; those that are so already stay."""
+        for number, job in list(self._open.items()):
+            if job.generation == generation and not job.is_late:
+                # Its time being up must not count it once more.
+                self._deadlines.pop(number, None)
+                job.late()
+
 
 def answer(completion: Completion, kind: type[_Kind]) -> _Kind:
     """`completion`, as what it must be; CacheError if the data plane answered something else."""

@@ -105,6 +105,13 @@ class StorageLink:
         if generation == self.generation:
             self.state = LinkState.NONE
 
+    def is_current(self, generation: int) -> bool:
+        """Whether `generation` is the attachment that is there: what it says of storage holds.
+
+        One that was given up may still answer, and says nothing of the next.
+        """
+        return generation == self.generation and self.state is not LinkState.NONE
+
     def refusal(self) -> Reason:
         """Why storage cannot be used just now; NONE if it can."""
         if self.state is not LinkState.ATTACHED:
@@ -124,7 +131,7 @@ class StorageLink:
 
     def judge(self, generation: int, *, ok: bool) -> None:
         """An operation of this generation is over: the backend works, or it does not."""
-        if generation != self.generation:
+        if not self.is_current(generation):
             return
         if ok:
             self.breaker.succeeded()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvferry.errors import KVFerryError
 from kvferry.tiers.commands import Checked, CheckPages, Moved, MovePages
 from kvferry.tiers.jobs import Job, answer
 from kvferry.tiers.policy import Reason, Verify
+from kvferry.tiers.rows import check_whole
 from kvferry.tiers.state import Actor
 from kvferry.types import Direction, SlotKind, Tier
 
@@ -101,10 +103,12 @@ class Loads:
     ) -> LoadHandle:
         """Load pages from `handle.skip_tokens` on, up to page `limit`, as far as they are here.
 
-        Raises PlanError where the rows do not fit; nothing moves then.
+        Raises PlanError where the rows do not fit; nothing moves then. Where it is those of a
+        second transfer, of states or of windows, that are refused, nothing is raised: the handle
+        has the error, and ends as one whose transfer failed.
         """
         control = self._control
-        skip, size = handle.skip_tokens, control.page_size
+        skip, size = check_whole("skip_tokens", handle.skip_tokens), control.page_size
         handle.usable = handle.num_tokens = skip
         handle.done = True
         nodes = control.chain_nodes(keys[:limit])
@@ -121,9 +125,16 @@ class Loads:
         handle.num_pages = count - first
         # All rows are looked at before the first byte moves.
         moves = [self._with_rows(*move, rows) for move in self._moves(first, count)]
+        if sum(move.kind is SlotKind.PAGE for move in moves) > 1:
+            rows.check_apart(range(first, count), control.rule.whole_planes)
         try:
             for move in moves:
                 self._move(restore, nodes, move, rows.device_run, stream)
+        except KVFerryError as refused:
+            # What moves already is the handle's, so the caller must get it.
+            if not handle.num_running:
+                raise
+            handle.error = f"{type(refused).__name__}: {refused}"
         finally:
             if handle.num_running:
                 handle.done = False
@@ -232,15 +243,7 @@ class Loads:
         handle, is_state = restore.handle, job.kind is SlotKind.STATE
         tier = control.tiers[job.kind]
         bad = [job.pages[position] for position in done.bad_pages]
-        control.metrics.transferred(
-            Direction.LOAD,
-            done.path,
-            pages=len(job.pages),
-            num_bytes=done.num_bytes,
-            tokens=0 if is_state else len(job.pages) * control.page_size,
-            seconds=done.seconds,
-            ok=not done.error,
-        )
+        control.tell_moved(Direction.LOAD, job.kind, len(job.pages), done)
         if done.path:
             handle.paths.append(done.path)
         if done.error:
@@ -269,7 +272,12 @@ class Loads:
         whole = [page < restore.first_page or page in good for page in range(count)]
         windows = [page < restore.first_page or page in good_windows for page in range(count)]
         has_state = restore.has_state and not restore.state_is_bad
-        usable = control.rule.usable_loaded(whole, windows, has_state=has_state) * size
+        prefixes = control.rule.loaded_prefixes(whole, windows, has_state=has_state)
+        if control.rule.loads_are_monotone:  # all shorter ones too: one number says it
+            handle.usable_prefixes = (next(prefixes, 0),)
+        else:
+            handle.usable_prefixes = tuple(prefixes)
+        usable = next(iter(handle.usable_prefixes), 0) * size
         handle.usable = max(usable, handle.skip_tokens)
         if handle.error:
             handle.reason = Reason.TRANSFER_FAILED
@@ -325,4 +333,3 @@ class Loads:
         control.tell_quarantined(Tier.HOST, job.kind, condemned, "digest")
         tier.end_reading(job.slots)
         self._quarantine(job.kind, bad_keys)
-        control.index.forget(condemned[::-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvferry.errors import CacheError
@@ -27,9 +28,9 @@ from kvferry.tiers.link import LinkState, StorageLink
 from kvferry.tiers.loads import Loads
 from kvferry.tiers.policy import Reason, TierOptions
 from kvferry.tiers.prefetch import Prefetch
-from kvferry.tiers.restore import RestoreRule, leading, longest
+from kvferry.tiers.restore import RestoreRule, longest
 from kvferry.tiers.state import Actor, PageState
-from kvferry.tiers.stats import LookUp, TierStats, backup_gaps
+from kvferry.tiers.stats import LookUp, TierStats, backup_gaps, look_up
 from kvferry.tiers.storage_desk import StorageDesk
 from kvferry.tiers.stores import Stores
 from kvferry.types import SlotKind, Tier
@@ -127,6 +128,7 @@ class TierManager:
         self._storage = StorageDesk(self._control, self._backup, self._prefetch)
         self._loads = Loads(self._control, self._storage.quarantine)
         self._num_faults = 0
+        self._due: deque[Completion] = deque()
 
     @property
     def switches(self) -> Switches:
@@ -203,7 +205,7 @@ class TierManager:
     ) -> LoadHandle:
         """Load what was found, from `skip_tokens` on. Nothing below that is written."""
         self._check_open()
-        handle = LoadHandle(self._control.pump, skip_tokens=skip_tokens)
+        handle = LoadHandle(self._control.pump, skip_tokens=skip_tokens, of_pages=len(found.keys))
         handle.manager = self
         if found.life != self._control.life:
             handle.done, handle.reason, handle.usable = True, Reason.STALE_MATCH, skip_tokens
@@ -247,25 +249,22 @@ class TierManager:
 
     def poll(self) -> int:
         """Take the data plane's answers, and do what follows; how many there were. Never blocks."""
-        completions = self._data.poll()
-        for completion in completions:
-            self._take(completion)
-        control = self._control
+        control, due = self._control, self._due
+        due.extend(self._data.poll())
+        count = len(due)
+        while due:  # one by one: what raises must not take the others along
+            self._take(due.popleft())
         control.index.expire()
         control.jobs.call_late(control.clock())
-        self._prefetch.tick(changed=bool(completions))
+        self._prefetch.tick(changed=count > 0)
         self._backup.dispatch()
-        if control.metrics.enabled:
-            for tier in control.tiers.values():
-                if tier.kind is SlotKind.PAGE:
-                    control.metrics.occupancy(Tier.HOST, tier.num_in_use, tier.num_slots)
-            control.metrics.queue("jobs", len(control.jobs))
+        control.tell_levels()
         control.events.dispatch()
-        return len(completions)
+        return count
 
-    def agree_tokens(self, tokens: int, timeout: float | None = None) -> int:
-        """The smallest of all ranks' numbers of tokens."""
-        return self._agreement.count(tokens, timeout)
+    def agree_loaded(self, load: LoadHandle, timeout: float | None = None) -> int:
+        """How many tokens of a load that is over all ranks can use."""
+        return self._agreement.loaded(load, self._control.rule, self._control.page_size, timeout)
 
     # ---------------------------------------------------------------- storage
 
@@ -283,6 +282,10 @@ class TierManager:
         self._check_open()
         return self._storage.probe(keys)
 
+    def confirm_stored(self) -> list[ProbeHandle]:
+        """Ask storage for the host's pages that it is thought to have, see `StorageDesk`."""
+        return self._storage.confirm()
+
     # ---------------------------------------------------------------- ends
 
     def reset(self) -> None:
@@ -297,14 +300,18 @@ class TierManager:
             if tier.kind is SlotKind.PAGE:
                 control.tell_evicted(Tier.HOST, tier.resident_nodes(), "reset")
             tier.wipe()
-        control.index.reset()
+        control.hints.reset()
         self._stores.forget_hits()
 
     def offer_all(self) -> int:
-        """Queue every page of the host that storage lacks; how many wait or are being written."""
-        control = self._control
-        for tier in control.tiers.values():
+        """Queue every page of the host that storage lacks; `num_unwritten` then."""
+        for tier in self._control.tiers.values():
             self._backup.offer(tier.resident_nodes())
+        return self.num_unwritten
+
+    @property
+    def num_unwritten(self) -> int:
+        """Pages that wait to be written to storage, or are being written."""
         return self._backup.depth + self._backup.num_writing
 
     def backup_gaps(self) -> tuple[int, int]:
@@ -313,16 +320,7 @@ class TierManager:
 
     def look_up(self, keys: Sequence[bytes]) -> LookUp:
         """What is known of a prompt; changes nothing, and asks no rank."""
-        control = self._control
-        nodes = control.chain_nodes(keys)
-        pages = control.readable_pages(nodes)
-        stored = [control.index.is_stored(node) for node in nodes]
-        return LookUp(
-            usable=control.usable_on_host(nodes),
-            present=leading(pages),
-            stored_hint=leading(stored),
-            first_unknown=len(nodes),
-        )
+        return look_up(self._control, keys)
 
     def storage_refusal(self) -> Reason:
         """Why storage cannot be used just now; NONE if it can."""

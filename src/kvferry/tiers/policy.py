@@ -120,6 +120,10 @@ class TierOptions:
     prefetch_max_secs: float = 60.0
     """The upper bound on every policy, and of a storage read before its slots are parked."""
 
+    max_storage_hints: int = 1 << 20
+    """Pages, and checkpoints, that storage is remembered to have; never fewer than twice the host's
+    slots. A million are some 250 MB."""
+
     prefetch_budget_pages: int = 0
     """The most pages being read from storage at a time; 0: half of the host tier."""
 
@@ -142,6 +146,9 @@ class TierOptions:
     """How long ranks wait for each other."""
 
     verify: Verify = Verify.ALWAYS
+
+    link_window_secs: float = 10.0
+    """How far back the speed and busy fraction of the link to the device look."""
 
     def fetch_seconds(self, num_tokens: int) -> float:
         """How long a request may wait for the prefetch of `num_tokens` tokens, by the policy."""

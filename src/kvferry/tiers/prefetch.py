@@ -241,15 +241,15 @@ class Prefetch:
         """Storage said what it has."""
         control, fetch = self._control, job.fetch
         fetch.statuses_left -= 1
-        if not job.is_late:
+        if not job.is_late and not done.refused:
             control.link.judge(job.generation, ok=not done.error)
         if fetch.done:
             return
         if done.error:
-            self.stop(fetch, Reason.STORAGE_FAILED)
+            self.stop(fetch, Reason.STORAGE_REFUSED if done.refused else Reason.STORAGE_FAILED)
             return
-        if job.generation == control.link.generation and job.kind is SlotKind.PAGE:
-            self._correct_hints(job.keys, done.found)
+        if control.link.is_current(job.generation):
+            control.hints.correct(job.kind, job.keys, done.found)
         if job.kind is SlotKind.PAGE:
             fetch.end = fetch.start + leading(done.found)
             fetch.pages = [PageFetch.WANTED] * leading(done.found)
@@ -258,18 +258,10 @@ class Prefetch:
         if not fetch.statuses_left:
             self._plan(fetch)
 
-    def _correct_hints(self, keys: Sequence[bytes], found: Sequence[bool]) -> None:
-        # Storage may have dropped what it had: then the page is to be written again.
-        index = self._control.index
-        for key, is_there in zip(keys, found, strict=True):
-            node = index.node_of(key)
-            if node is not None and index.is_stored(node) != is_there:
-                index.set_stored([node], is_there)
-
     def _plan(self, fetch: FetchHandle) -> None:
         """All probes are answered: what is worth reading."""
         control = self._control
-        count = fetch.end if control.rule.needs_pages else len(fetch.keys)
+        count = fetch.end if control.rule.needs_pages else fetch.start + len(fetch.states_found)
         if control.rule.needs_state:
             # Pages behind the last checkpoint are of no use.
             count = next(
@@ -302,13 +294,13 @@ class Prefetch:
             failed = ItemStatus.FAILED in done.statuses
             control.link.judge(job.generation, ok=not failed)
         is_over = fetch.done or job.aborted
-        corrupt = []
-        for position, slot, status in zip(job.positions, job.slots, done.statuses, strict=True):
-            key = fetch.keys[fetch.start + position]
-            if status is ItemStatus.CORRUPT:
-                corrupt.append(key)
+        keys = [fetch.keys[fetch.start + position] for position in job.positions]
+        self._tell_corrupt(job.kind, keys, done.statuses)
+        for position, key, slot, status in zip(
+            job.positions, keys, job.slots, done.statuses, strict=True
+        ):
             if status in (ItemStatus.MISS, ItemStatus.CORRUPT):
-                self._no_longer_stored(key, job.generation)
+                self._no_longer_stored(job.kind, key, job.generation)
             ok = status is ItemStatus.OK
             if is_over:
                 tier.abandon(slot, Actor.READ)
@@ -324,22 +316,29 @@ class Prefetch:
                     tier.abandon(slot, Actor.READ)
             if not ok and not fetch.reason and not is_over:
                 fetch.reason = _WHY[status]
-        if corrupt:
-            control.metrics.digest_failed(Tier.STORAGE, len(corrupt))
-            nodes = [node for key in corrupt if (node := control.index.node_of(key)) is not None]
-            control.tell_quarantined(Tier.STORAGE, job.kind, nodes, "checksum")
         if not is_over:
             fetch.num_bytes += done.num_bytes
             self._reads.advance(fetch)
 
-    def _no_longer_stored(self, key: bytes, generation: int) -> None:
+    def _tell_corrupt(
+        self, kind: SlotKind, keys: Sequence[bytes], statuses: Sequence[ItemStatus]
+    ) -> None:
+        """While their nodes are there: one that nothing holds is forgotten with its slot."""
         control = self._control
-        if generation != control.link.generation:
+        corrupt = [key for key, status in zip(keys, statuses, strict=True)
+                   if status is ItemStatus.CORRUPT]  # fmt: skip
+        if corrupt:
+            control.metrics.digest_failed(Tier.STORAGE, len(corrupt))
+            nodes = [node for key in corrupt if (node := control.index.node_of(key)) is not None]
+            control.tell_quarantined(Tier.STORAGE, kind, nodes, "checksum")
+
+    def _no_longer_stored(self, kind: SlotKind, key: bytes, generation: int) -> None:
+        control = self._control
+        if not control.link.is_current(generation):
             return
-        control.link.misses.add(key)
-        node = control.index.node_of(key)
-        if node is not None:
-            control.index.set_stored([node], False)
+        if kind is SlotKind.PAGE:  # without a checkpoint, pages up to an earlier one will do
+            control.link.misses.add(key)
+        control.hints.drop(kind, [key])
 
     def send(
         self, fetch: FetchHandle, kind: SlotKind, positions: list[int], slots: list[int]

@@ -12,7 +12,7 @@ from kvferry.geometry import HitKind
 from kvferry.types import SlotKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvferry.geometry import Geometry
 
@@ -46,6 +46,10 @@ class RestoreRule:
         self.whole_planes = tuple(
             plane.name for plane in pages if plane.hit_rule.kind is HitKind.ALL_PAGES
         )
+
+        self.loads_are_monotone = not self.windows and not self.needs_state
+        """Whether every shorter prefix of one that was loaded can be used: windows and the state
+        of a load belong to its end."""
 
     def pages_needed(self, num_pages: int) -> int:
         """How many pages at the end of a prefix of `num_pages` must be there."""
@@ -81,10 +85,10 @@ class RestoreRule:
             usable.append(enough and (not self.needs_state or bool(states[count - 1])))
         return usable
 
-    def usable_loaded(
+    def loaded_prefixes(
         self, whole: Sequence[bool], windows: Sequence[bool], *, has_state: bool
-    ) -> int:
-        """The longest prefix that can be used of what a load brought.
+    ) -> Iterator[int]:
+        """Each number of pages, the greatest first, that can be used of what a load brought.
 
         A load brings window planes of its last pages only. So when one of those is bad, a shorter
         prefix may lack, at its own end, what the longer one did not need.
@@ -95,15 +99,16 @@ class RestoreRule:
             has_state: There is a checkpoint at the end of the last page.
         """
         longest_whole = leading(whole) if self._all_pages else len(whole)
-        if self.needs_state and not (has_state and longest_whole == len(whole)):
-            return 0
-        for count in range(longest_whole, 0, -1):
-            if self.needs_state and count < len(whole):
-                break
-            if self.windows and not all(windows[self.window_start(count) : count]):
-                continue
-            return count
-        return 0
+        if self.needs_state:
+            # The one state that was loaded belongs to the end of the last page.
+            if not has_state or longest_whole < len(whole):
+                return
+            shortest = len(whole)
+        else:
+            shortest = 1
+        for count in range(longest_whole, shortest - 1, -1):
+            if not self.windows or all(windows[self.window_start(count) : count]):
+                yield count
 
 
 def leading(found: Sequence[bool]) -> int:

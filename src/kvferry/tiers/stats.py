@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from kvferry.tiers.restore import leading
 from kvferry.tiers.state import PageState
+from kvferry.types import SlotKind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from kvferry.index import PrefixIndex
     from kvferry.tiers.control import Control
     from kvferry.tiers.link import LinkState
-    from kvferry.types import SlotKind
 
-__all__ = ["LookUp", "TierStats", "backup_gaps"]
+__all__ = ["LookUp", "TierStats", "backup_gaps", "look_up"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,23 +54,33 @@ class TierStats:
 def backup_gaps(control: Control) -> tuple[int, int]:
     """Pages of the host that storage lacks, and those that it has without all before them.
 
-    The second are of no use after a restart.
+    The second are of no use after a restart. Checkpoints count as pages do.
     """
-    index = control.index
+    index, hints = control.index, control.hints
     unstored = holes = 0
     if not control.options.writes_storage:  # what it has, another rank writes
         return 0, 0
-    for tier in control.tiers.values():
+    is_whole: dict[int, bool] = {}
+    for kind, tier in control.tiers.items():
         for slot in tier.ledger.slots_in(PageState.RESIDENT):
             node = tier.ledger.node(slot)
-            if not index.is_stored(node):
+            if not hints.is_stored(kind, node):
                 unstored += 1
-                continue
-            parent = index.parent_of(node)
-            while parent >= 0 and index.is_stored(parent):
-                parent = index.parent_of(parent)
-            holes += parent >= 0
+            elif kind is SlotKind.PAGE:
+                holes += not _is_whole(index, node, is_whole)
     return unstored, holes
+
+
+def _is_whole(index: PrefixIndex, node: int, known: dict[int, bool]) -> bool:
+    """Whether storage has `node` and all before it; `known` are nodes that were looked at."""
+    path = []
+    while node >= 0 and node not in known:
+        path.append(node)
+        node = index.parent_of(node)
+    whole = node < 0 or known[node]
+    for one in reversed(path):
+        whole = known[one] = whole and index.is_stored(one)
+    return whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,3 +98,15 @@ class LookUp:
 
     first_unknown: int
     """Are known at all."""
+
+
+def look_up(control: Control, keys: Sequence[bytes]) -> LookUp:
+    """What is known of a prompt; changes nothing."""
+    nodes = control.chain_nodes(keys)
+    kind = control.kinds[0]
+    return LookUp(
+        usable=control.usable_on_host(nodes),
+        present=leading(control.readable_pages(nodes)),
+        stored_hint=leading([control.hints.is_stored(kind, node) for node in nodes]),
+        first_unknown=len(nodes),
+    )

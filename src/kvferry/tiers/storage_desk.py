@@ -33,31 +33,28 @@ __all__ = ["ProbeHandle", "StorageDesk"]
 class ProbeHandle(TierHandle):
     """A question to storage."""
 
-    def __init__(self, pump: Pump) -> None:
+    def __init__(self, pump: Pump, keys: Sequence[bytes]) -> None:
         super().__init__(pump)
+        self.keys = keys
+        """Of the pages asked about."""
+
         self.found: tuple[bool, ...] = ()
         """For each page asked about, whether storage says that it has it; empty until `done`."""
 
 
 class _ProbeJob(Job):
-    kind = SlotKind.PAGE
-
-    def __init__(self, handle: ProbeHandle, generation: int, deadline: float) -> None:
+    def __init__(self, desk: StorageDesk, handle: ProbeHandle, kind: SlotKind) -> None:
+        self.kind = kind
         self.handle = handle
-        self.generation = generation
-        self.deadline = deadline
+        self._desk = desk
+        self.generation, self.deadline = desk.stamp()
 
     def late(self) -> None:
         super().late()
         self.handle.reason, self.handle.done = Reason.DEADLINE, True
 
     def finish(self, completion: Completion) -> None:
-        completion = answer(completion, Found)
-        if completion.error:
-            self.handle.reason, self.handle.error = Reason.STORAGE_FAILED, completion.error
-        else:
-            self.handle.found = completion.found
-        self.handle.done = True
+        self._desk.probed(self, answer(completion, Found))
 
 
 class _QuarantineJob(Job):
@@ -118,9 +115,7 @@ class StorageDesk:
                 _DetachJob(), lambda number: DetachStorage(job=number, generation=generation)
             )
         if force:
-            for job in control.jobs:
-                if job.generation == link.generation and not job.is_late:
-                    job.late()
+            control.jobs.give_up(link.generation)
             self.gone(link.generation)
         return self._is_gone()
 
@@ -133,41 +128,74 @@ class StorageDesk:
         if generation == link.generation and link.state is not LinkState.NONE:
             link.detached(generation)
             # The next backend has none of it, as far as anybody knows.
-            self._control.index.clear_stored()
-            self._backup.forget_storage()
+            self._control.hints.forget()
+
+    def stamp(self) -> tuple[int, float]:
+        """Generation and deadline of a question that is asked now."""
+        control = self._control
+        return control.link.generation, control.clock() + control.options.prefetch_max_secs
 
     def probe(self, keys: Sequence[bytes]) -> ProbeHandle:
         """Ask storage which of these pages it has."""
+        return self._ask(self._control.kinds[0], keys)
+
+    def confirm(self) -> list[ProbeHandle]:
+        """Ask storage for what it is thought to have of the host: one question a kind of slot.
+
+        What it dropped meanwhile counts as unstored again, and is written when it is offered.
+        """
+        control, handles = self._control, []
+        for kind, tier in control.tiers.items():
+            nodes = [node for node in tier.resident_nodes() if control.hints.is_stored(kind, node)]
+            if nodes:
+                handles.append(self._ask(kind, [control.index.key_of(node) for node in nodes]))
+        return handles
+
+    def _ask(self, kind: SlotKind, keys: Sequence[bytes]) -> ProbeHandle:
         control = self._control
-        handle = ProbeHandle(control.pump)
+        handle = ProbeHandle(control.pump, keys)
         handle.reason = control.link.admit()
         if handle.reason:
             handle.done = True
             return handle
-        kind = control.kinds[0]
-        generation = control.link.generation
-        job = _ProbeJob(handle, generation, control.clock() + control.options.prefetch_max_secs)
+        job = _ProbeJob(self, handle, kind)
         control.jobs.start(
             job,
             lambda number: ProbeStorage(
-                job=number, generation=generation, kind=kind, keys=tuple(keys)
+                job=number, generation=job.generation, kind=kind, keys=tuple(keys)
             ),
         )
         return handle
+
+    def probed(self, job: _ProbeJob, done: Found) -> None:
+        """Storage said what it has."""
+        control, handle = self._control, job.handle
+        if not job.is_late and not done.refused:
+            control.link.judge(job.generation, ok=not done.error)
+        if handle.done:  # too late
+            return
+        if done.error:
+            handle.reason = Reason.STORAGE_REFUSED if done.refused else Reason.STORAGE_FAILED
+            handle.error = done.error
+        else:
+            handle.found = done.found
+            if control.link.is_current(job.generation):
+                control.hints.correct(job.kind, handle.keys, done.found)
+        handle.done = True
 
     def quarantine(self, kind: SlotKind, keys: Sequence[bytes]) -> None:
         """Pages with wrong bytes are taken out of storage too, where they may have come from."""
         control = self._control
         nodes = [node for key in keys if (node := control.index.node_of(key)) is not None]
-        if kind is SlotKind.PAGE:
-            control.index.set_stored(nodes, False)
-        else:
-            self._backup.states_stored.difference_update(keys)
-        if not keys or control.link.state is not LinkState.ATTACHED:
+        is_there = bool(keys) and control.link.state is LinkState.ATTACHED
+        if is_there:
+            control.tell_quarantined(Tier.STORAGE, kind, nodes, "digest")
+        control.hints.drop(kind, keys)
+        if not is_there:
             return
-        for key in keys:
-            control.link.misses.add(key)
-        control.tell_quarantined(Tier.STORAGE, kind, nodes, "digest")
+        if kind is SlotKind.PAGE:
+            for key in keys:
+                control.link.misses.add(key)
         generation = control.link.generation
         control.jobs.start(
             _QuarantineJob(kind),

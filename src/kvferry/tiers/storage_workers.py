@@ -231,7 +231,11 @@ class StorageWorkers:
             self._pools[command.kind].release(np.array(command.host_slots, dtype=np.int64))
 
     def _refuse(self, command: StorageCommand, why: str) -> None:
-        self._end(command, ItemStatus.REFUSED, why)
+        if isinstance(command, ProbeStorage):
+            nothing = (False,) * len(command.keys)
+            self._answer(Found(command.job, nothing, error=why, refused=True))
+        else:
+            self._end(command, ItemStatus.REFUSED, why)
 
     def _fail(self, command: StorageCommand) -> None:
         self._end(command, ItemStatus.FAILED, "the worker met an error")
@@ -246,6 +250,6 @@ class StorageWorkers:
         error = ""
         try:
             self._backend.close()
-        except Exception as bad:  # noqa: BLE001  other people's code: told, and over all the same
+        except BaseException as bad:  # noqa: BLE001  other people's code: told, and over all the same
             error = f"{type(bad).__name__}: {bad}"
         self._answer(StorageDetached(self.generation, self._detach_job, error))

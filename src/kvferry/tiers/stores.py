@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvferry.errors import KVFerryError
 from kvferry.tiers.commands import Moved, MovePages
 from kvferry.tiers.handles import StoreHandle
 from kvferry.tiers.jobs import Job, answer
@@ -83,7 +84,8 @@ class Stores:
             stream: The stream that wrote the rows.
 
         Raises:
-            PlanError: The rows do not fit; nothing moves then.
+            PlanError: The rows do not fit; nothing moves then. Where it is the checkpoint's that
+                are refused, after pages began to move, the handle has the error instead.
         """
         offered = self._offered(keys, handle, evicting=evicting)
         if not offered:
@@ -94,8 +96,15 @@ class Stores:
         control.index.touch(nodes)
         control.index.pin(nodes)
         try:
-            for kind, pages in self._wanted(nodes, state_page).items():
-                self._store_kind(kind, keys, nodes, pages, rows, handle, stream)
+            try:
+                for kind, pages in self._wanted(nodes, state_page).items():
+                    self._store_kind(kind, keys, nodes, pages, rows, handle, stream)
+            except KVFerryError as refused:
+                # Rows that are read already must not be written: the caller needs the handle.
+                if not handle.num_running:
+                    raise
+                handle.reason = Reason.TRANSFER_FAILED
+                handle.error = f"{type(refused).__name__}: {refused}"
             self._backup.offer(nodes)
         finally:
             control.index.unpin(nodes)
@@ -205,15 +214,7 @@ class Stores:
             else:
                 whole.append(slot)
         stored = tier.publish(whole, Actor.TRANSFER)
-        control.metrics.transferred(
-            Direction.STORE,
-            done.path,
-            pages=len(job.slots),
-            num_bytes=done.num_bytes,
-            tokens=len(job.slots) * control.page_size if job.kind is SlotKind.PAGE else 0,
-            seconds=done.seconds,
-            ok=not done.error,
-        )
+        control.tell_moved(Direction.STORE, job.kind, len(job.slots), done)
         if bad:
             handle.reason, handle.error = Reason.TRANSFER_FAILED, done.error
             control.metrics.dropped(Reason.TRANSFER_FAILED, len(bad))

@@ -1,6 +1,7 @@
 """Plans, and the engine that carries them out."""
 
 from kvferry.transfer.calibration import Measured, calibrate
+from kvferry.transfer.caller_stream import joined
 from kvferry.transfer.captured_transfer import CapturedTransfer
 from kvferry.transfer.engine import TransferEngine
 from kvferry.transfer.handle import CompletedTransfer, TransferHandle
@@ -49,6 +50,7 @@ __all__ = [
     "check_gpu_paths",
     "disabled_gpu_paths",
     "find_profile",
+    "joined",
     "load_profile",
     "preview_route",
     "save_profile",

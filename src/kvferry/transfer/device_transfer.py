@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvferry.kernels.jit import Context, Event, Stream
     from kvferry.transfer.command_buffer import CommandBuffer
     from kvferry.transfer.holdings import Holdings
+    from kvferry.transfer.link_clock import LinkInterval
     from kvferry.transfer.plan import TransferPlan
     from kvferry.transfer.route import Route
 
@@ -59,6 +60,9 @@ class DeviceTransfer(TransferHandle):
         self.moved: Event | None = None
         """Where all bytes are there; None: the transfer has failed before that."""
 
+        self.interval: LinkInterval | None = None
+        """When its bytes are on the link, where that is to be told."""
+
         self.lost = False
         """Nobody can tell any more when it ends: it keeps what it holds for ever."""
 
@@ -70,6 +74,7 @@ class DeviceTransfer(TransferHandle):
         self._lock = lock
         self._error: TransferError | None = None
         self._bad_pages: tuple[int, ...] = ()
+        self._link_seconds: tuple[float, float] | None = None
         # Until `finished` is recorded anew it tells of an earlier transfer, and means nothing; once
         # settled, this transfer's events are those of another.
         self._ended = self._settled = self._over = False
@@ -110,6 +115,10 @@ class DeviceTransfer(TransferHandle):
     @property
     def bad_pages(self) -> tuple[int, ...]:
         return self._bad_pages if self.done else ()
+
+    @property
+    def link_seconds(self) -> tuple[float, float] | None:
+        return self._link_seconds if self.done else None
 
     def end(self) -> None:
         """Mark where it ends, however much of it came into which streams. The context is current.
@@ -237,6 +246,8 @@ class DeviceTransfer(TransferHandle):
         if self._error is None and commands is not None:
             self._error, self._bad_pages = read_report(self.plan, commands)
             commands.finished()
+        if self.interval is not None:
+            self._link_seconds = self.interval.take(whole=self._error is None)
         self._settled = True
         return True
 

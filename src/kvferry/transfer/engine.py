@@ -86,6 +86,8 @@ class TransferEngine:
         staging_bytes: On a GPU, device memory of each direction for what is staged, allocated with
             the engine; None: 64 MiB; 0: none, and nothing is staged.
         profile: On a GPU, what it can do, for choosing a mover; None: as calibrated, else built in.
+        timed: On a GPU, note when the bytes of each transfer were on the link, by the GPU's clock;
+            `TransferHandle.link_seconds` has it. Off, no event takes the time.
 
     Raises:
         ViewError: The pools are of different geometries or overlap, or no path serves the device.
@@ -109,6 +111,7 @@ class TransferEngine:
         mover: str | None = None,
         staging_bytes: int | None = None,
         profile: DeviceProfile | None = None,
+        timed: bool = False,
     ) -> None:
         if device.geometry.fingerprint != host.geometry.fingerprint:
             raise ViewError(
@@ -127,6 +130,7 @@ class TransferEngine:
                 "mover": mover,
                 "staging_bytes": staging_bytes,
                 "profile": profile,
+                "timed": timed or None,
             }
             given = [f"{name}={value}" for name, value in for_gpus.items() if value is not None]
             if given:
@@ -152,6 +156,7 @@ class TransferEngine:
                 mover=mover,
                 staging_bytes=staging_bytes,
                 profile=profile,
+                timed=timed,
             )
             self._carrier = GpuCarrier(device, host, process_loader(), options)
         else:

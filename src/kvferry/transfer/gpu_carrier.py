@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,12 +16,14 @@ from kvferry.errors import (
 )
 from kvferry.kernels import CopyDecision, MoveKernels
 from kvferry.kernels.jit import Event, Stream
+from kvferry.transfer.caller_stream import current_stream
 from kvferry.transfer.captured_transfer import CapturedTransfer
 from kvferry.transfer.closing import Closes, close_all
 from kvferry.transfer.command_buffer import CommandBuffer, CommandBuffers, row_tables
 from kvferry.transfer.device_transfer import DeviceTransfer
 from kvferry.transfer.holdings import Holdings
 from kvferry.transfer.in_flight import InFlight
+from kvferry.transfer.link_clock import LinkClock
 from kvferry.transfer.movers import StagedMover, Streams, launch_direct
 from kvferry.transfer.profile_store import load_profile
 from kvferry.transfer.router import Router
@@ -104,6 +105,7 @@ class GpuCarrier:
                 )
                 self._router.batched = self._staged.batched
             self._commands = kept(CommandBuffers(context))
+            self._clock = kept(LinkClock(context)) if options.timed else None
             undo.pop_all()
         self._in_flight = InFlight(context, shared_storage=device.shared_storage)
         self._tables = SpanTables(
@@ -174,6 +176,8 @@ class GpuCarrier:
             )
             self._in_flight.add(transfer)
             try:
+                if self._clock is not None:
+                    transfer.interval = self._clock.interval()
                 self._start(transfer, *self._prepare(plan, route, held), stream)
             except DriverError as fault:
                 transfer.fail(fault, raised=not transfer.ends_in)
@@ -260,6 +264,7 @@ class GpuCarrier:
         plan, route = transfer.plan, transfer.route
         streams = self._streams[plan.direction]
         staged = self._staged if route.mover is Mover.STAGED else None
+        interval = transfer.interval
 
         def reached(layers: Sequence[int], at: Stream) -> None:
             transfer.layers.update(dict.fromkeys(layers, self._recorded(at)))
@@ -278,23 +283,25 @@ class GpuCarrier:
             self._in_flight.order(one, plan, route.mover)
         transfer.ends_in = ours
         if staged is None:
+            if interval is not None:
+                interval.begin(streams.kernels)
             launch_direct(self._launcher, plan, table, commands, streams.kernels, reached)
             transfer.moved = transfer.layers[plan.model_layers[-1]]
         else:
-            staged.launch(plan, route, table, commands, streams, reached)
+            staged.launch(plan, route, table, commands, streams, reached, interval)
             is_load = plan.direction is Direction.LOAD
             transfer.moved = self._recorded(streams.kernels if is_load else streams.copies)
         streams.reports.wait_for(transfer.moved)
+        if interval is not None:
+            interval.end(streams.kernels if staged is None else streams.copies)
+            streams.reports.wait_for(interval.last)
         transfer.ends_in = (streams.reports,)
         self._launcher.finish(plan, table, commands, streams.reports)
         commands.copy_out(streams.reports)
 
     def current_stream(self) -> int:
-        """The caller's current stream on this GPU: torch's where torch is loaded, else legacy."""
-        torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_available():  # a build for the CPU has no streams
-            return 0
-        return int(torch.cuda.current_stream(self._gpu).cuda_stream)
+        """The caller's current stream on this GPU."""
+        return current_stream(self._gpu)
 
     def _recorded(self, stream: Stream) -> Event:
         event = self._in_flight.event()
@@ -326,7 +333,7 @@ class GpuCarrier:
                 _parked.append(self)
             return
         streams = itertools.chain(*self._streams.values())
-        staged = () if self._staged is None else (self._staged,)
+        optional = [one for one in (self._staged, self._clock) if one is not None]
         with self._in_flight.lock, self._context.beside_captures():
             close_all(
                 (
@@ -334,7 +341,7 @@ class GpuCarrier:
                     self._tables,
                     self._in_flight,
                     *self._ready.values(),
-                    *staged,
+                    *optional,
                     *streams,
                     self._setup,
                 )

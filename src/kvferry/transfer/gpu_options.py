@@ -50,6 +50,9 @@ class GpuOptions:
     profile: DeviceProfile | None = None
     """What the device can do; None: as calibrated, or the built-in one."""
 
+    timed: bool = False
+    """Note when bytes were on the link."""
+
     @classmethod
     def checked(
         cls,
@@ -62,6 +65,7 @@ class GpuOptions:
         mover: str | None,
         staging_bytes: int | None,
         profile: DeviceProfile | None,
+        timed: bool = False,
     ) -> GpuOptions:
         """As `TransferEngine` takes them, with what the environment switches off.
 
@@ -113,6 +117,7 @@ class GpuOptions:
             staging_bytes=staging_bytes,
             why_not_staged=why_not,
             profile=profile,
+            timed=timed,
         )
 
 

@@ -27,6 +27,15 @@ class TransferHandle(abc.ABC):
     route: Route | None = None
     """Which mover carries it on a GPU, in which steps, and why; None in host memory."""
 
+    @property
+    def link_seconds(self) -> tuple[float, float] | None:
+        """When its first byte went onto the link and when its last was over, by the GPU's clock.
+
+        Seconds since some moment. None until it is done, after a failure, and where the engine was
+        not made with ``timed=True``.
+        """
+        return None
+
     def __repr__(self) -> str:
         told = f"path={self.path!r}, {self.plan.direction.value}, pages={self.plan.num_pages}"
         if not self.done:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvferry.kernels.jit import Context
     from kvferry.transfer.command_buffer import CommandBuffer
     from kvferry.transfer.host_pages import PinnedAddresses
+    from kvferry.transfer.link_clock import LinkInterval
     from kvferry.transfer.plan import TransferPlan
     from kvferry.transfer.route import Route
     from kvferry.transfer.span_launcher import SpanLauncher
@@ -138,10 +139,12 @@ class StagedMover:
         commands: CommandBuffer,
         streams: Streams,
         reached: Reached,
+        interval: LinkInterval | None = None,
     ) -> None:
         """Enqueue `plan` behind what `streams.kernels` and `streams.copies` hold.
 
         All its kernels are over where `streams.kernels` is, all its copies where `streams.copies`.
+        `interval` is told where the first copy begins.
         """
         is_load = plan.direction is Direction.LOAD
         ring, copies = self._rings[plan.direction], streams.copies
@@ -159,6 +162,8 @@ class StagedMover:
             brings, takes = (copies, lane) if is_load else (lane, copies)
             room = ring.take(piece.num_pages * group.pitch, (copies,) if is_load else lanes)
             if is_load:
+                if interval is not None:
+                    interval.begin(copies)
                 copy(piece, group, room.address)
             else:
                 launch(step, commands, piece, room.address, blocks, lane)
@@ -167,6 +172,8 @@ class StagedMover:
             if is_load:
                 launch(step, commands, piece, room.address, blocks, lane)
             else:
+                if interval is not None:
+                    interval.begin(copies)
                 copy(piece, group, room.address)
             room.emptied.record(takes.handle)
             if piece.ends_group:

@@ -36,7 +36,6 @@ __all__ = [
 _SYSTEM = pathlib.Path("/sys")
 _NO_FOLDER = "neither KVFERRY_CACHE_DIR nor XDG_CACHE_HOME nor HOME names a folder"
 _NAME_BYTES = 256
-_BUS_ID_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +91,7 @@ def identify(context: Context, *, system: pathlib.Path = _SYSTEM) -> DeviceIdent
     """
     driver = context.driver
     device = driver.call("cuDeviceGet", context.device)
-    bus_id = _text(driver.call("cuDeviceGetPCIBusId", _BUS_ID_BYTES, device)).lower()
+    bus_id = context.bus_id
     # The speed of the moment is not asked for: an idle link slows down.
     folder = system / "bus/pci/devices" / bus_id
     link = [_line(folder / name) for name in ("max_link_speed", "max_link_width")]
@@ -176,7 +175,7 @@ def _unpack(data: bytes | None, identity: DeviceIdentity) -> DeviceProfile:
         raise ConfigError("it is no file; remove it and run kvferry calibrate")
     try:
         told = json.loads(data)
-    except ValueError as bad:  # also text that is not UTF-8
+    except (ValueError, RecursionError) as bad:  # also text that is not UTF-8
         raise ConfigError(f"it is damaged ({bad}); run kvferry calibrate again") from bad
     if not isinstance(told, dict) or set(told) != {"device", "profile"}:
         raise ConfigError("it is no profile of kvferry's; run kvferry calibrate again")

@@ -26,6 +26,7 @@ __all__ = ["Context", "Driver", "Function", "Module", "driver_version"]
 # called; one that the bindings lack is an AttributeError.
 _ABSENT = (AttributeError, RuntimeError)
 
+_BUS_ID_BYTES = 16
 _NO_DEVICE = frozenset(
     {
         "CUDA_ERROR_NO_DEVICE",
@@ -192,6 +193,12 @@ class Context:
 
     def _attribute(self, attribute: Any) -> int:
         return int(self.driver.call("cuDeviceGetAttribute", attribute, self._handle))
+
+    @property
+    def bus_id(self) -> str:
+        """The GPU's PCI address, such as ``0000:65:00.0``, in small letters."""
+        told: bytes = self.driver.call("cuDeviceGetPCIBusId", _BUS_ID_BYTES, self._handle)
+        return told.partition(b"\0")[0].decode().strip().lower()
 
     def current(self) -> AbstractContextManager[None]:
         """Make this the calling thread's context for the block, and what it was before after it."""
