@@ -175,9 +175,12 @@ def test_the_same_bytes_are_written_once(
     sides = make(sections, ranks=2, replicated=True)
     done: list[Command] = []
     follower = sides.workers[1].data
-    monkeypatch.setattr(
-        follower, "execute", lambda command: (done.append(command), follower.submit(command))[1]
-    )
+
+    def noted(command: Command) -> Any:
+        done.append(command)
+        return follower.submit(command)
+
+    monkeypatch.setattr(follower, "execute", noted)
     sides.compute(Request("a", TOKENS), FIRST)
     assert [type(one) for one in done] == [ProbeStorage, MovePages]  # and nothing is written
     assert sides.scheduler.counts.take()["written_pages"] == 5

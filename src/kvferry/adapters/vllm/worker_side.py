@@ -100,7 +100,9 @@ class WorkerSide:
             pool.allocate(pool.num_slots, SlotOwner.INDEX)
         self._pools = pools
         self._engines = {
-            kind: make_engine(parts.view, pool, self._config, verify=verify is Verify.ALWAYS)
+            kind: make_engine(
+                parts.view, pool, self._config, verify=verify is Verify.ALWAYS, timed=False
+            )
             for kind, pool in pools.items()
         }
         self._parts = parts
