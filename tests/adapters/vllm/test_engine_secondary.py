@@ -56,7 +56,8 @@ def test_chunks_outlive_the_engine(engines: Engines, engine_id: str, tmp_path: P
     assert tokens(first) == tokens(plain)
     again = engines.run("gqa", STEPS, fresh=True, **POOL, kv_transfer_config=told)["steps"]
     assert tokens(again) == tokens(plain)
-    assert cached(again) == [(len(prompt) - 1) // 128 * 128 for prompt in ASKED]
+    # vLLM's own connector takes a prompt of whole blocks as a whole, and computes its end again.
+    assert cached(again) == [len(prompt) // 128 * 128 for prompt in ASKED]
     assert sum(cached(again)) > sum(cached(first))
 
     wrong = tiering(engine_id, tmp_path, wrong=True)
