@@ -81,6 +81,22 @@ def test_wrong_bytes_would_be_seen(engines: Engines) -> None:
     assert sum(wrong) > 0.9 * len(wrong)
 
 
+def test_layer_by_layer(engines: Engines) -> None:
+    """Steps that begin with their loads give the same, and so they do with bad pages."""
+    asked = ASKED[:20]
+    roomy = {**ROOMY, "async_scheduling": False}
+    expected = engines.run("gqa", one_by_one(asked, reset=False), **roomy)["steps"]
+    steps = one_by_one(asked, reset=True)
+    told = {"host": HOST, "vllm": {"layerwise": True}}
+    good = engines.run("gqa", steps, **roomy, kv_transfer_config=connector(**told))
+    assert texts(good["steps"]) == texts(expected)
+    assert cached(good["steps"]) == cached(expected)
+    at_rest(good["connector"])
+    bad = engines.run("gqa", steps, **roomy, kv_transfer_config=connector("BadHostPages", **told))
+    assert tokens(bad["steps"]) == tokens(expected)
+    at_rest(bad["connector"])
+
+
 def test_storage_outlives_the_engine(engines: Engines, tmp_path: Path) -> None:
     """A second engine finds what the first one wrote, through a host tier that holds little."""
     steps = one_by_one(ASKED, reset=True)
