@@ -87,7 +87,7 @@ def test_layer_by_layer(engines: Engines) -> None:
     roomy = {**ROOMY, "async_scheduling": False}
     expected = engines.run("gqa", one_by_one(asked, reset=False), **roomy)["steps"]
     steps = one_by_one(asked, reset=True)
-    told = {"host": HOST, "vllm": {"layerwise": True}}
+    told: dict[str, Any] = {"host": HOST, "vllm": {"layerwise": True}}
     good = engines.run("gqa", steps, **roomy, kv_transfer_config=connector(**told))
     assert texts(good["steps"]) == texts(expected)
     assert cached(good["steps"]) == cached(expected)
