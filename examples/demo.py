@@ -1,10 +1,11 @@
-"""A model reads a text; its cache is carried away and brought back, exactly.
+"""A model reads a text; its cache goes to the host and to disk, and comes back, exactly.
 
     python examples/demo.py                     SmolLM2-135M: a minute or two on two cores
     python examples/demo.py --random-weights    a tiny random model: seconds, nothing to download
 
-Exits with 1 if a byte of the cache, a logit or a token differs from what a prefix prefilled fresh
-to the same page boundary gives.
+A tiered cache finds what was computed before: for two questions, a follow-up, and a second process
+that finds the text on disk. Exits with 1 if a byte of a cache, a logit or a token differs from what
+the same prefix gives when it is computed anew.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def missing_packages(names: Sequence[str]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; the exit status."""
-    parser = argparse.ArgumentParser(description="Carry a model's cache away and back, exactly.")
+    parser = argparse.ArgumentParser(
+        description="Carry a model's cache to the host and to disk, and back, exactly."
+    )
     parser.add_argument(
         "--random-weights",
         action="store_true",
@@ -37,6 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="change one byte of the first cache that was loaded back; the demo must notice it "
         "and exit with 1",
+    )
+    parser.add_argument(
+        "--corrupt-disk",
+        action="store_true",
+        help="flip one bit of a file before the second process starts; it must take the page for "
+        "missing, compute it again, and give the same answer",
     )
     options = parser.parse_args(argv)
     needed = _ALWAYS if options.random_weights else (*_ALWAYS, *_FOR_SMOLLM2)
@@ -51,9 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before transformers is imported: no progress bars but ours, and no look at the network.
     os.environ.update(TQDM_DISABLE="1", HF_HUB_OFFLINE="1")
 
-    from demo_run import run
+    from demo_run import NoRoomError, run
 
-    return run(random_weights=options.random_weights, corrupt_load=options.corrupt_load)
+    try:
+        return run(
+            random_weights=options.random_weights,
+            corrupt_load=options.corrupt_load,
+            corrupt_disk=options.corrupt_disk,
+        )
+    except NoRoomError as refused:
+        print(refused, file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -1,70 +1,106 @@
-"""What the demo does, step by step, and the table it ends with."""
+"""What the demo does, step by step."""
 
 from __future__ import annotations
 
-import copy
-import statistics
+import shutil
+import tempfile
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 import toy_mla
+from demo_compare import (
+    differing_answers,
+    differing_bytes,
+    differing_tokens,
+    largest_difference,
+)
+from demo_engine import PAGE_SIZE, DemoEngine, Kept, Restored
 from demo_models import Answer, Subject, load_smollm2, random_model
-from kvferry.adapters.transformers import Moved, PrefixCarrier, StoredPrefix
-from kvferry.testing import first_difference
+from demo_second import ask_second_process
+from kvferry.adapters.transformers import CacheShape
+from kvferry.testing import flip_host_bit
 
 _ROOT = Path(__file__).parents[1]
 _TEXTS = ("docs/glossary.md", "LICENSE")
-_QUESTIONS = (
-    "What is a page?",
-    "What does the word slot mean?",
-    "What is a digest?",
-)
+_QUESTIONS = ("What is a page?", "What does the word slot mean?")
+_FOLLOW_UP = "And what is a digest?"
+_LATER_QUESTION = "Name the three tiers."
 _MAX_STEPS = 16
-_TIMED = 3
-_PAGE_SIZE = 64
-_NARROWEST = 100
-_LONGEST_ANSWER = 50
+_NARROWEST = 110
+_FLUSH_SECS = 60.0
+# Weights of the larger model, its pages, and what the second process tells.
+_DISK_BYTES = 1 << 30
 
 
-class Comparison(NamedTuple):
-    """One question, answered three ways."""
+class Served(NamedTuple):
+    """One request, as kvferry helped to serve it."""
 
-    question: str
+    what: str
     answer: str
-    steps: int
+    num_tokens: int
+    """Of the prompt."""
+
+    restored: Restored
+    with_kvferry_secs: float
+    """To the first token, everything included that was done for it."""
+
     one_shot_secs: float
-    """To the first token, everything computed from scratch; the median of a few times."""
+    """To the first token, computed from scratch; 0 where that was not done."""
 
-    restored_secs: float
-    """To the first token, the load of the prefix included; the median of a few times."""
-
-    load: Moved
-    verified_pages: int
+    steps: int
     delta: float
-    """The largest difference of a logit to one-shot prefill: a split may round otherwise."""
+    """The largest difference of a logit to the run from scratch: a split may round otherwise."""
 
     differences: list[str]
-    """Where the restored run differs from the same split prefilled fresh."""
+    """Where it differs from the same prefix computed anew, with the prompt split alike."""
 
 
-class FlippedBit(NamedTuple):
-    """One bit of a stored page was changed, and the prefix loaded all the same."""
+class Outcome(NamedTuple):
+    """All that the demo did."""
 
-    page: int
-    loaded_tokens: int
-    recomputed_tokens: int
-    differences: list[str]
+    subject: Subject
+    prefix_tokens: int
+    stored: Kept
+    served: list[Served]
+    flipped: Served
+    flipped_page: int
+    flush_secs: float
+    flushed_pages: int
+    later: Served
+    corrupt_page: int | None
+    ready_secs: float
+    toys: list[toy_mla.Outcome]
+    problems: list[str]
 
 
-def run(*, random_weights: bool, corrupt_load: bool) -> int:
+class NoRoomError(Exception):
+    """The disk of temporary files is too full."""
+
+
+class _Steps:
+    """The progress bars: one a step, of which one runs at a time."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task: Any = None
+
+    def begin(self, what: str, total: int = 1) -> None:
+        self._task = self._progress.add_task(what, total=total)
+
+    def advance(self) -> None:
+        self._progress.advance(self._task)
+
+
+def run(*, random_weights: bool, corrupt_load: bool, corrupt_disk: bool) -> int:
     """The whole demo; 1 if anything differs."""
+    from demo_table import tables
+
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     console = Console()
@@ -76,75 +112,259 @@ def run(*, random_weights: bool, corrupt_load: bool) -> int:
         BarColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console) as progress, torch.inference_mode():
-        step = _Steps(progress)
-        step.begin("load the model", 1)
-        subject = random_model() if random_weights else load_smollm2()
-        step.advance()
-        text = _read_text(subject)
-        prefix = text[:, : text.shape[1] // _PAGE_SIZE * _PAGE_SIZE]
-        step.begin(f"prefill {prefix.shape[1]:,} tokens of text, twice", 2)
-        fresh = subject.prefill(prefix)
-        step.advance()
-        cache = subject.prefill(prefix)
-        step.advance()
-        carrier = PrefixCarrier(
-            cache,
-            config=subject.model.config,
-            model_id=subject.name,
-            num_bytes=256 << 20,
-            page_size=_PAGE_SIZE,
-        )
-        with carrier:
-            step.begin("store the prefix and drop the cache", 1)
-            stored = carrier.store(cache, prefix)
-            if stored is None:
-                raise RuntimeError(f"{carrier.pool} is too small for {prefix.shape[1]} tokens")
-            # What is freed may be handed out again as it is; then a load of nothing would do.
-            for layer in cache.layers:
-                layer.keys.fill_(torch.nan)
-                layer.values.fill_(torch.nan)
-            del cache
-            step.advance()
-            prompts = [
-                torch.cat([text, _question_tokens(subject, question)], dim=1)
-                for question in _QUESTIONS
-            ]
-            step.begin(
-                "answer: from scratch, prefix computed anew, prefix loaded", 3 * len(prompts)
+    with tempfile.TemporaryDirectory(prefix="kvferry-demo-") as made:
+        folder = Path(made)
+        if not random_weights and (free := shutil.disk_usage(folder).free) < _DISK_BYTES:
+            raise NoRoomError(
+                f"{free >> 20} MB are free in {folder.parent}, and the demo's second process reads "
+                f"{_DISK_BYTES >> 20} MB from there: free some, set TMPDIR, or use --random-weights"
             )
-            answered: list[Comparison] = []
-            for question, tokens in zip(_QUESTIONS, prompts, strict=True):
-                spoil = corrupt_load and not answered
-                answered.append(
-                    _compare(subject, carrier, stored, fresh, question, tokens, step, spoil)
-                )
-            step.begin("load once more, one bit of a page flipped", 2)
-            flipped = _flip_a_bit(subject, carrier, stored, prompts[0], step)
+        with Progress(*columns, console=console) as progress, torch.inference_mode():
+            step = _Steps(progress)
+            step.begin("load the model")
+            subject = random_model() if random_weights else load_smollm2()
+            step.advance()
+            outcome = _Demo(subject, folder, step).run(
+                corrupt_load=corrupt_load, corrupt_disk=corrupt_disk
+            )
+    for table in tables(outcome):
+        console.print(table)
+    for problem in outcome.problems:
+        console.print(f"[bold red]differs:[/] {problem}", highlight=False)
+    return 1 if outcome.problems else 0
+
+
+class _Demo:
+    """An engine that has computed a text, and what a cache should hold of it."""
+
+    def __init__(self, subject: Subject, folder: Path, step: _Steps) -> None:
+        self._subject = subject
+        self._folder = folder
+        self._step = step
+        (folder / "pages").mkdir()
+        self._text = _read_text(subject)
+        self._prefix = self._text[:, : self._text.shape[1] // PAGE_SIZE * PAGE_SIZE]
+
+    def run(self, *, corrupt_load: bool, corrupt_disk: bool) -> Outcome:
+        """Everything, in order."""
+        subject, step, prefix = self._subject, self._step, self._prefix
+        step.begin(f"prefill {prefix.shape[1]:,} tokens of text, twice", 2)
+        self._fresh = subject.prefill(prefix)
+        step.advance()
+        self._engine = DemoEngine(subject, CacheShape.of(self._fresh), self._folder / "pages")
+        with self._engine.cache as cache:
+            stored = self._engine.keep(prefix, subject.prefill(prefix))
+            step.advance()
+            served = self._ask_all(corrupt_load=corrupt_load)
+            flipped_page = len(cache.keys(prefix[0])) * 3 // 4
+            flipped, on_host = self._flip_a_bit(flipped_page)
+            step.begin("write what is left to disk, and close the cache")
+            started = time.perf_counter()
+            flushed = cache.flush(_FLUSH_SECS)
+            flush_secs = time.perf_counter() - started
+            keys = cache.keys(prefix[0])
+        step.advance()
+        names = [found.stem for found in self._pages()]
+        problems = [] if flushed.complete else [f"not all pages came to the disk: {flushed}"]
+        corrupt_page = len(keys) // 2 if corrupt_disk else None
+        if corrupt_page is not None:
+            self._spoil_file(keys[corrupt_page])
+        later, ready_secs = self._ask_later(on_host, corrupt_page)
+        if corrupt_page is not None:
+            later.differences.extend(self._unnoticed(keys[corrupt_page], later.restored))
         step.begin("tiny MLA model, elements of 576 and 656 bytes", len(toy_mla.ELEMENT_SIZES))
         toys = []
         for size in toy_mla.ELEMENT_SIZES:
             toys.append(toy_mla.carry(size))
             step.advance()
-    console.print(_table(subject, stored, answered, flipped, toys))
-    problems = _problems(stored, answered, flipped, toys)
-    for problem in problems:
-        console.print(f"[bold red]differs:[/] {problem}", highlight=False)
-    return 1 if problems else 0
+        for one in (*served, flipped, later):
+            problems += one.differences
+        return Outcome(
+            subject=subject,
+            prefix_tokens=prefix.shape[1],
+            stored=stored,
+            served=served,
+            flipped=flipped,
+            flipped_page=flipped_page,
+            flush_secs=flush_secs,
+            flushed_pages=len(names),
+            later=later,
+            corrupt_page=corrupt_page,
+            ready_secs=ready_secs,
+            toys=toys,
+            problems=problems + _toy_problems(toys),
+        )
 
+    # ------------------------------------------------------------------------ requests
 
-class _Steps:
-    """The progress bars: one a step, of which one runs at a time."""
+    def _ask_all(self, *, corrupt_load: bool) -> list[Served]:
+        """Two questions about the text, and a follow-up to the second."""
+        self._step.begin(
+            "answer: from scratch, prefix computed anew, prefix loaded", 3 * (len(_QUESTIONS) + 1)
+        )
+        served: list[Served] = []
+        computed = self._fresh
+        tokens = self._text
+        for question in _QUESTIONS:
+            tokens = torch.cat([self._text, self._words(question)], dim=1)
+            spoil = corrupt_load and not served
+            one, expected = self._ask(question, tokens, self._fresh, spoil=spoil)
+            served.append(one)
+            tokens = torch.cat([tokens, torch.tensor([expected.tokens])], dim=1)
+            computed = expected.cache
+        tokens = torch.cat([tokens, self._words(_FOLLOW_UP)], dim=1)
+        one, _ = self._ask(_FOLLOW_UP, tokens, computed)
+        if one.restored.num_tokens <= self._prefix.shape[1]:
+            one.differences.append(f"{_FOLLOW_UP!r}: found no more than the text")
+        served.append(one)
+        return served
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task: Any = None
+    def _ask(
+        self, question: str, tokens: torch.Tensor, computed: Any, *, spoil: bool = False
+    ) -> tuple[Served, Answer]:
+        """One request, and what it should have come to.
 
-    def begin(self, what: str, total: int) -> None:
-        self._task = self._progress.add_task(what, total=total)
+        Args:
+            question: For the table.
+            tokens: The prompt.
+            computed: A cache that was computed anew, in the steps in which what is cached was.
+            spoil: Change a byte of what was loaded.
+        """
+        subject, step = self._subject, self._step
+        one_shot = subject.answer(tokens, subject.new_cache(), _MAX_STEPS)
+        step.advance()
+        restored = self._engine.restore(tokens)
+        begin = restored.num_tokens
+        kept = subject.spliced((computed, 0, begin))
+        if spoil:
+            restored.cache.layers[0].values[0, 0, 0].view(torch.uint8)[3] ^= 1  # an exponent
+        differences = differing_bytes(restored.cache, kept, "after the load")
+        if begin < self._prefix.shape[1]:
+            differences.append(f"only {begin} tokens were loaded")
+        found = subject.answer(tokens[:, begin:], restored.cache, _MAX_STEPS)
+        step.advance()
+        expected = subject.answer(tokens[:, begin:], kept, _MAX_STEPS)
+        step.advance()
+        differences += differing_answers(found, expected)
+        if not spoil:
+            generated = torch.tensor([found.tokens[:-1]], dtype=tokens.dtype)
+            self._engine.keep(torch.cat([tokens, generated], dim=1), found.cache)
+        served = Served(
+            what=question,
+            answer=subject.decode(found.tokens),
+            num_tokens=tokens.shape[1],
+            restored=restored,
+            with_kvferry_secs=restored.seconds + found.first_token_secs,
+            one_shot_secs=one_shot.first_token_secs,
+            steps=len(found.tokens),
+            delta=largest_difference(found, one_shot),
+            differences=[f"{question!r}: {difference}" for difference in differences],
+        )
+        return served, expected
 
-    def advance(self) -> None:
-        self._progress.advance(self._task)
+    def _flip_a_bit(self, page: int) -> tuple[Served, Any]:
+        """The first question again, with one bit of a page on the host flipped.
+
+        Also gives the prefix as it is on the host afterwards: that page was computed again.
+        """
+        subject, step = self._subject, self._step
+        step.begin("load once more, one bit of a page flipped", 2)
+        tokens = torch.cat([self._text, self._words(_QUESTIONS[0])], dim=1)
+        engine, end, size = self._engine, self._prefix.shape[1], PAGE_SIZE
+        flip_host_bit(engine.cache, engine.cache.keys(tokens[0])[page], byte=size)
+        restored = engine.restore(tokens)
+        begin = restored.num_tokens
+        kept = subject.spliced((self._fresh, 0, page * size))
+        differences = differing_bytes(restored.cache, kept, "before the flipped bit")
+        if restored.bad_pages != (page,):
+            differences.append(f"bad pages are {restored.bad_pages}")
+        found = subject.answer(tokens[:, begin:], restored.cache, _MAX_STEPS)
+        step.advance()
+        expected = subject.answer(tokens[:, begin:], kept, _MAX_STEPS)
+        step.advance()
+        differences += differing_answers(found, expected)
+        engine.keep(tokens, subject.spliced((found.cache, 0, tokens.shape[1])))
+        on_host = subject.spliced(
+            (self._fresh, 0, page * size),
+            (expected.cache, page * size, (page + 1) * size),
+            (self._fresh, (page + 1) * size, end),
+        )
+        served = Served(
+            what=_QUESTIONS[0],
+            answer="",
+            num_tokens=tokens.shape[1],
+            restored=restored,
+            with_kvferry_secs=restored.seconds + found.first_token_secs,
+            one_shot_secs=0.0,
+            steps=len(found.tokens),
+            delta=0.0,
+            differences=[f"with page {page} refused: {one}" for one in differences],
+        )
+        return served, on_host
+
+    def _ask_later(self, on_host: Any, corrupt_page: int | None) -> tuple[Served, float]:
+        """A new question, to a process that has never seen the text."""
+        subject, step = self._subject, self._step
+        step.begin("start a second process, and ask it something else", 3)
+        tokens = torch.cat([self._text, self._words(_LATER_QUESTION)], dim=1)
+        model = self._folder / "model"
+        subject.save(model)
+        step.advance()
+        report = ask_second_process(
+            subject, model, self._folder / "pages", tokens, _MAX_STEPS, self._folder
+        )
+        step.advance()
+        restored, begin = report.restored, report.restored.num_tokens
+        wanted = self._prefix.shape[1] if corrupt_page is None else corrupt_page * PAGE_SIZE
+        kept = subject.spliced((on_host, 0, wanted))
+        differences = differing_bytes(restored.cache, kept, "after the load")
+        if not restored.verified or restored.from_disk != wanted:
+            differences.append(f"{restored.from_disk} tokens are from disk, {begin} were verified")
+        expected = subject.answer(tokens[:, wanted:], kept, _MAX_STEPS)
+        differences += differing_tokens(report.answer, expected)
+        one_shot = subject.answer(tokens, subject.new_cache(), _MAX_STEPS)
+        step.advance()
+        served = Served(
+            what=_LATER_QUESTION,
+            answer=subject.decode(report.answer.tokens),
+            num_tokens=tokens.shape[1],
+            restored=restored,
+            with_kvferry_secs=restored.seconds + report.answer.first_token_secs,
+            one_shot_secs=one_shot.first_token_secs,
+            steps=len(report.answer.tokens),
+            delta=largest_difference(report.answer, one_shot),
+            differences=[f"second process: {one}" for one in differences],
+        )
+        return served, report.ready_secs
+
+    # ------------------------------------------------------------------------ files
+
+    def _pages(self) -> list[Path]:
+        return sorted((self._folder / "pages").glob("??/*.kvo"))
+
+    def _spoil_file(self, key: bytes) -> None:
+        """Flip one bit in the middle of the file of a page."""
+        (path,) = (found for found in self._pages() if found.stem == key.hex())
+        with path.open("r+b") as file:
+            file.seek(path.stat().st_size // 2)
+            byte = file.read(1)[0]
+            file.seek(-1, 1)
+            file.write(bytes([byte ^ 1]))
+
+    def _unnoticed(self, key: bytes, restored: Restored) -> list[str]:
+        """What should have become of a file that was spoilt, and has not."""
+        told = []
+        if restored.disk_reason != "corrupt":
+            told.append(f"second process: the spoilt file went unnoticed: {restored.disk_reason!r}")
+        quarantine = self._folder / "pages" / "quarantine"
+        if not any(key.hex() in found.name for found in quarantine.glob("*.kvo")):
+            told.append("second process: the spoilt file was not put away")
+        return told
+
+    def _words(self, question: str) -> torch.Tensor:
+        return self._subject.encode(
+            f"<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        )
 
 
 def _read_text(subject: Subject) -> torch.Tensor:
@@ -153,123 +373,8 @@ def _read_text(subject: Subject) -> torch.Tensor:
     return subject.encode(told)[:, : subject.text_tokens]
 
 
-def _question_tokens(subject: Subject, question: str) -> torch.Tensor:
-    return subject.encode(
-        f"<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
-def _compare(
-    subject: Subject,
-    carrier: PrefixCarrier,
-    stored: StoredPrefix,
-    fresh: Any,
-    question: str,
-    tokens: torch.Tensor,
-    step: _Steps,
-    spoil: bool,
-) -> Comparison:
-    one_shot = subject.answer(tokens, subject.new_cache(), _MAX_STEPS)
-    one_shot_seconds = [one_shot.first_token_secs]
-    while len(one_shot_seconds) < _TIMED:
-        again_from_scratch = subject.answer(tokens, subject.new_cache(), max_steps=1)
-        one_shot_seconds.append(again_from_scratch.first_token_secs)
-    step.advance()
-    rest = tokens[:, stored.num_tokens :]
-    expected = subject.answer(rest, copy.deepcopy(fresh), _MAX_STEPS)
-    step.advance()
-    restored = carrier.load(stored, tokens)
-    if spoil:
-        restored.cache.layers[0].values[0, 0, 0].view(torch.uint8)[3] ^= 1  # an exponent
-    differences = _differing_bytes(restored.cache, fresh, "after the load")
-    found = subject.answer(tokens[:, restored.num_tokens :], restored.cache, _MAX_STEPS)
-    seconds = [restored.moved.seconds + found.first_token_secs]
-    while len(seconds) < _TIMED:
-        again = carrier.load(stored, tokens)
-        first = subject.answer(tokens[:, again.num_tokens :], again.cache, max_steps=1)
-        seconds.append(again.moved.seconds + first.first_token_secs)
-    step.advance()
-    differences += _differing_answers(found, expected)
-    return Comparison(
-        question=question,
-        answer=subject.decode(found.tokens),
-        steps=len(found.tokens),
-        one_shot_secs=statistics.median(one_shot_seconds),
-        restored_secs=statistics.median(seconds),
-        load=restored.moved,
-        verified_pages=restored.num_tokens // _PAGE_SIZE,
-        delta=_largest_difference(found, one_shot),
-        differences=[f"{question!r}: {difference}" for difference in differences],
-    )
-
-
-def _flip_a_bit(
-    subject: Subject,
-    carrier: PrefixCarrier,
-    stored: StoredPrefix,
-    tokens: torch.Tensor,
-    step: _Steps,
-) -> FlippedBit:
-    page = stored.num_pages * 3 // 4
-    boundary = page * _PAGE_SIZE
-    fresh = subject.prefill(tokens[:, :boundary])
-    step.advance()
-    carrier.pool.slot_view(stored.slots[page])[_PAGE_SIZE] ^= 1
-    restored = carrier.load(stored, tokens)
-    differences = _differing_bytes(restored.cache, fresh, "before the flipped bit")
-    if restored.num_tokens != boundary:
-        differences = [f"{restored.num_tokens} tokens were loaded, not {boundary}"]
-    answers = []
-    for cache in (restored.cache, fresh):
-        subject.compute(tokens[:, cache.get_seq_length() : stored.num_tokens], cache)
-        answers.append(subject.answer(tokens[:, stored.num_tokens :], cache, _MAX_STEPS))
-    step.advance()
-    differences += _differing_answers(*answers)
-    told = [f"with page {page} refused: {difference}" for difference in differences]
-    return FlippedBit(page, restored.num_tokens, stored.num_tokens - restored.num_tokens, told)
-
-
-def _differing_answers(found: Answer, expected: Answer) -> list[str]:
-    differences = _differing_bytes(found.cache, expected.cache, "after the answer")
-    if found.tokens != expected.tokens:
-        differences.append(f"tokens {found.tokens}, expected {expected.tokens}")
-    elif where := first_difference(found.logits.numpy(), expected.logits.numpy()):
-        delta = _largest_difference(found, expected)
-        differences.append(f"logits from step {where[0]} on, by up to {delta:.3g}")
-    return differences
-
-
-def _differing_bytes(found: Any, expected: Any, when: str) -> list[str]:
-    """The first byte of a cache that is another, if there is one."""
-    if found.get_seq_length() != expected.get_seq_length():
-        counts = (found.get_seq_length(), expected.get_seq_length())
-        return [f"the cache {when} holds {counts[0]} tokens, expected {counts[1]}"]
-    for number, (one, other) in enumerate(zip(found.layers, expected.layers, strict=True)):
-        for name in ("keys", "values"):
-            pair = [getattr(layer, name).contiguous().numpy() for layer in (one, other)]
-            if where := first_difference(*pair):
-                _, head, token, byte = where
-                at = f"layer {number}, head {head}, token {token}, byte {byte}"
-                return [f"bytes of the cache {when}, first in {name} at {at}"]
-    return []
-
-
-def _largest_difference(one: Answer, other: Answer) -> float:
-    """Of a logit, over the steps that had the same tokens before them."""
-    steps = min(len(one.tokens), len(other.tokens))
-    while one.tokens[: steps - 1] != other.tokens[: steps - 1]:
-        steps -= 1
-    return float((one.logits[:steps] - other.logits[:steps]).abs().max())
-
-
-def _problems(
-    stored: StoredPrefix,
-    answered: list[Comparison],
-    flipped: FlippedBit,
-    toys: list[toy_mla.Outcome],
-) -> list[str]:
-    problems = [difference for one in answered for difference in one.differences]
-    problems += flipped.differences
+def _toy_problems(toys: list[toy_mla.Outcome]) -> list[str]:
+    problems = []
     for toy in toys:
         size = toy.element_size
         if not toy.same_logits:
@@ -278,84 +383,4 @@ def _problems(
             problems.append(f"toy MLA, element {size}: not at all, with a byte changed")
         if toy.verified_pages != 1:
             problems.append(f"toy MLA, element {size}: page 1 was not refused")
-    if not stored.num_pages:
-        problems.append("nothing was stored, so nothing was compared")
     return problems
-
-
-def _table(
-    subject: Subject,
-    stored: StoredPrefix,
-    answered: list[Comparison],
-    flipped: FlippedBit,
-    toys: list[toy_mla.Outcome],
-) -> Table:
-    title = (
-        f"{subject.name}, float32 on the CPU: a prefix of {stored.num_tokens:,} tokens in "
-        f"{stored.num_pages} pages of {_PAGE_SIZE}"
-    )
-    table = Table(title=title, title_justify="left", title_style="bold", show_lines=False)
-    table.add_column("what was done", ratio=1)
-    table.add_column("first token\nfrom scratch", justify="right", no_wrap=True)
-    table.add_column("first token\nwith kvferry", justify="right", no_wrap=True)
-    table.add_column("compared with a prefix that was computed anew", ratio=1)
-    for one in answered:
-        faster = one.one_shot_secs / one.restored_secs
-        table.add_row(
-            f"{one.question}\n[dim]{_one_line(one.answer)}[/]" if one.answer else one.question,
-            _secs(one.one_shot_secs),
-            f"{_secs(one.restored_secs)}, {faster:.1f}x faster",
-            _verdict(one.differences, f"cache bytes, and {one.steps} tokens with their logits"),
-        )
-    table.add_section()
-    seconds = statistics.median(one.load.seconds for one in answered)
-    loads = [one.load for one in answered]
-    verified = min(one.verified_pages for one in answered)
-    table.add_row("store the prefix", "", _speed(stored.moved), f"carried by {stored.moved.path}")
-    table.add_row(
-        f"load it back (median of {len(loads)})",
-        "",
-        _speed(loads[0]._replace(seconds=seconds)),
-        f"carried by {loads[0].path}; {verified} of {stored.num_pages} pages verified",
-    )
-    table.add_row(
-        f"load with one bit of page {flipped.page} flipped",
-        "",
-        f"page {flipped.page} refused",
-        _verdict(flipped.differences, f"{flipped.recomputed_tokens} tokens recomputed; the answer"),
-    )
-    table.add_section()
-    for toy in toys:
-        good = toy.same_logits and toy.control_differs and toy.verified_pages == 1
-        table.add_row(
-            f"tiny MLA model, elements of {toy.element_size} bytes",
-            "",
-            f"{toy.num_bytes / 1e3:.0f} kB into other blocks",
-            _verdict([] if good else [""], f"logits of {toy_mla.STEPS} tokens"),
-        )
-    delta = max(one.delta for one in answered)
-    table.caption = (
-        f"Times to the first token are medians of {_TIMED}; those with kvferry include the load. "
-        f"A prompt computed in one go rounds a little differently than in two parts: logits differ "
-        f"by up to {delta:.2g}."
-    )
-    table.caption_justify = "left"
-    return table
-
-
-def _verdict(differences: list[str], what: str) -> str:
-    return "[bold red]differs: see below[/]" if differences else f"[green]identical[/]: {what}"
-
-
-def _secs(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
-
-
-def _speed(moved: Moved) -> str:
-    speed = moved.num_bytes / moved.seconds / 1e9
-    return f"{moved.num_bytes / 1e6:.1f} MB in {_secs(moved.seconds)}, {speed:.1f} GB/s"
-
-
-def _one_line(answer: str) -> str:
-    line = " ".join(answer.split())
-    return escape(line if len(line) <= _LONGEST_ANSWER else f"{line[:_LONGEST_ANSWER]}…")

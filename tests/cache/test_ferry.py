@@ -244,7 +244,7 @@ def test_explain_says_where_and_why(engine: Engine) -> None:
     with engine.cache() as cache:
         nothing = cache.explain(TOKENS)
         assert nothing.tokens_by_tier == {Tier.HOST: 0, Tier.STORAGE: 0}
-        assert "never stored, or in another namespace" in nothing.stops[Tier.HOST]
+        assert "never stored, evicted since, or in another namespace" in nothing.stops[Tier.HOST]
         assert "no_storage" in nothing.stops[Tier.STORAGE]
         assert nothing.first_missing_key == cache.keys(TOKENS)[0].hex()
         assert "less than a page" in cache.explain([1, 2]).stops[Tier.HOST]

@@ -141,13 +141,6 @@ def test_what_is_no_backend_is_refused_by_name(given: Any) -> None:
         Engine().cache(storage=given)
 
 
-@pytest.mark.parametrize("section", ["storage", "metrics"])
-def test_settings_where_an_object_belongs(section: str) -> None:
-    """These two sections have the name of a parameter; the message says where they belong."""
-    with pytest.raises(ConfigError, match=rf"Config.resolve\({section}="):
-        Engine().cache(**{section: {"enabled": True}})
-
-
 def test_options_are_for_a_backend_that_is_opened_here() -> None:
     """They would be passed over."""
     with Engine().cache() as cache, pytest.raises(ConfigError, match="capacity_bytes"):

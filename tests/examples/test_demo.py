@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,8 @@ _TIMEOUT_SECS = 100
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, tuple[int, str, str]]:
-    """(status, stdout, stderr) of a good run and of one whose first load was corrupted."""
+    """(status, stdout, stderr) of a good run, and of one with a byte of its first load changed and
+    a bit of a file flipped."""
     env = {**os.environ, "PYTHONPATH": str(_ROOT / "src"), "COLUMNS": "160"}
     env["OMP_NUM_THREADS"] = (
         "1"  # both run at once; more threads than cores get in each other's way
@@ -35,7 +37,7 @@ def runs() -> dict[str, tuple[int, str, str]]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        for name, more in (("good", []), ("corrupt", ["--corrupt-load"]))
+        for name, more in (("good", []), ("corrupt", ["--corrupt-load", "--corrupt-disk"]))
     }
     told = {}
     try:
@@ -49,10 +51,10 @@ def runs() -> dict[str, tuple[int, str, str]]:
 
 
 def test_everything_is_identical(runs: dict[str, tuple[int, str, str]]) -> None:
-    """Exit status 0, nothing on stderr, and one table in which no row differs."""
+    """Exit status 0, nothing on stderr, and tables in which no row differs."""
     status, out, err = runs["good"]
     assert (status, err) == (0, "")
-    assert out.count("identical") == 6
+    assert out.count("identical") == 7
     assert "differs" not in out
     assert "23 of 23 pages verified" in out
     assert "page 17 refused" in out
@@ -60,15 +62,49 @@ def test_everything_is_identical(runs: dict[str, tuple[int, str, str]]) -> None:
         assert f"elements of {size} bytes" in out
 
 
+def test_the_second_process_finds_the_text_on_disk(runs: dict[str, tuple[int, str, str]]) -> None:
+    """All of it, with checksums and digests compared; and a follow-up finds what came before it."""
+    _, out, _ = runs["good"]
+    assert "asked of a second process" in out
+    assert out.count("from disk") == 2  # the request, and what was read for it
+    assert "23 files, checksums right" in out
+    assert out.count("23 of 23 pages verified") == 2
+    assert out.count("1,472 of ") == 3  # two questions and the second process
+    assert "1,600 of " in out  # the follow-up
+
+
 def test_a_changed_byte_is_noticed(runs: dict[str, tuple[int, str, str]]) -> None:
     """One byte changed after the load: exit status 1, and the table and the text say where."""
     status, out, _ = runs["corrupt"]
     assert status == 1
-    assert out.count("identical") == 5
+    assert out.count("identical") == 6
     assert "differs: see below" in out
     first = "bytes of the cache after the load, first in values at layer 0, head 0, token 0, byte 3"
     assert first in out
     assert "logits from step 0 on" in out
+
+
+def test_a_spoilt_file_is_a_miss(runs: dict[str, tuple[int, str, str]]) -> None:
+    """One bit of a file flipped: what is before it is loaded, and the rest computed, the same."""
+    _, out, _ = runs["corrupt"]
+    assert "one bit of the file of page 11 flipped" in " ".join(out.split())
+    assert "704 of " in out
+    assert "file 11 refused and put away" in out
+    assert "11 of 11 pages verified" in out
+    assert not any("second process" in line for line in out.splitlines() if "differs:" in line)
+
+
+def test_a_full_disk_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit status 2 before a model is loaded, with what is free and what is needed."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: shutil._ntuple_diskusage(9, 9, 0))
+    monkeypatch.setattr(demo, "_FOR_SMOLLM2", ())
+    assert demo.main([]) == 2
+    message = capsys.readouterr().err
+    assert "0 MB are free" in message
+    assert "1024 MB" in message
+    assert "TMPDIR" in message
 
 
 def test_missing_packages_are_named(

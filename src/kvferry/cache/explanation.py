@@ -71,7 +71,7 @@ def _host_stop(
     node = manager.look_up(keys).first_unknown
     if present < node:
         return f"page {present} is known, and not on the host: evicted, or bad"
-    return f"page {present} is not known: never stored, or in another namespace"
+    return f"page {present} is not known: never stored, evicted since, or in another namespace"
 
 
 def _ask(manager: TierManager, keys: Sequence[bytes], timeout: float) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping
@@ -51,11 +52,12 @@ class KVFerry(CacheLife):
         device_pool: Where the engine keeps them.
         config: All settings; None: from the environment and its file, see `Config.resolve`.
         namespace: What separates this model's keys from others; None of its fields may lie.
-        storage: A backend, instead of the one in the config. It is closed with the cache.
+        storage: A backend, instead of the one in the config; it is closed with the cache. Or the
+            section of the config, as for `overrides`.
         writes_storage: False on all ranks but one of those that have the same bytes, whose
             namespaces have the same `shard`: they read what that one writes.
         ranks: Who must agree on prefixes, where several processes serve one model.
-        metrics: Is told of what happens; None: as the config says.
+        metrics: Is told of what happens; None: as the config says. Or the section of the config.
         events: Takes events; None: a new log as the config says.
         clock: Seconds that never go back.
         overrides: Settings by section, which win over `config`:
@@ -75,10 +77,10 @@ class KVFerry(CacheLife):
         config: Config | None = None,
         *,
         namespace: Namespace,
-        storage: StorageBackend | None = None,
+        storage: StorageBackend | Mapping[str, Any] | None = None,
         writes_storage: bool = True,
         ranks: Ranks | None = None,
-        metrics: MetricsSink | None = None,
+        metrics: MetricsSink | Mapping[str, Any] | None = None,
         events: EventLog | None = None,
         clock: Callable[[], float] = time.monotonic,
         **overrides: Mapping[str, Any],
@@ -88,12 +90,11 @@ class KVFerry(CacheLife):
                 f"the namespace is of geometry {namespace.geometry}, and the cache of "
                 f"{geometry.fingerprint}: give Namespace(..., geometry=geometry.fingerprint)"
             )
-        for name, given in (("storage", storage), ("metrics", metrics)):
-            if isinstance(given, Mapping):
-                raise ConfigError(
-                    f"{name}= takes an object, and settings were given: put that section into "
-                    f"config=, as in Config.resolve({name}={{...}}).config"
-                )
+        # Two sections have the names of arguments.
+        if isinstance(storage, Mapping):
+            overrides["storage"], storage = storage, None
+        if isinstance(metrics, Mapping):
+            overrides["metrics"], metrics = metrics, None
         self.config = config = resolved_config(config, overrides)
         self.geometry = geometry
         self.namespace = namespace
@@ -138,10 +139,13 @@ class KVFerry(CacheLife):
             pump=self._pump,
         )
         super().__init__(manager, data, engines, pools, num_threads=config.storage.workers)
-        if storage is not None:
-            self.attach_storage(storage)
-        elif config.storage.enabled and config.storage.backend is not None:
-            self.attach_storage(config.storage.backend, **backend_options(config))
+        with contextlib.ExitStack() as unless_made:
+            unless_made.callback(self.close)  # who gets no cache cannot give its memory back
+            if storage is not None:
+                self.attach_storage(storage)
+            elif config.storage.enabled and config.storage.backend is not None:
+                self.attach_storage(config.storage.backend, **backend_options(config))
+            unless_made.pop_all()
 
     # ---------------------------------------------------------------- prompts
 

@@ -2,6 +2,7 @@
 
 from kvferry.testing.device_memory import GuardedDeviceBuffer
 from kvferry.testing.faulty_backend import Fault, FaultKind, FaultyBackend
+from kvferry.testing.host_damage import flip_host_bit
 from kvferry.testing.layouts import (
     DeviceLayout,
     num_pool_bytes,
@@ -58,6 +59,7 @@ __all__ = [
     "assert_bytes_equal",
     "check_storage_backend",
     "first_difference",
+    "flip_host_bit",
     "memory_at",
     "mix64",
     "moved_view",

@@ -42,6 +42,12 @@ class DeviceSlots:
         device_run: int = 1,
         stream: int | None = None,
     ) -> None:
+        known = [plane.name for plane in geometry.planes]
+        if unknown := [name for name in plane_slots or () if name not in known]:
+            raise PlanError(
+                f"plane_slots names {', '.join(map(repr, unknown))}; this geometry has: "
+                f"{', '.join(known)}"
+            )
         self._geometry = geometry
         self._device_slots = None if device_slots is None else _flat(device_slots)
         self._plane_slots = {name: _flat(given) for name, given in (plane_slots or {}).items()}

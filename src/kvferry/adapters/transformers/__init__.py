@@ -12,7 +12,13 @@ Served are caches of one sequence, on the CPU, whose layers keep a key and a val
 
 from __future__ import annotations
 
-from kvferry.adapters.transformers.cache_shape import CacheShape, LayerShape, cache_keyword
+from kvferry.adapters.transformers.cache_shape import (
+    CacheShape,
+    LayerShape,
+    cache_keyword,
+    empty_cache,
+    fill_cache,
+)
 from kvferry.adapters.transformers.carrier import (
     Moved,
     PrefixCarrier,
@@ -28,4 +34,6 @@ __all__ = [
     "RestoredPrefix",
     "StoredPrefix",
     "cache_keyword",
+    "empty_cache",
+    "fill_cache",
 ]
