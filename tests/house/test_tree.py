@@ -75,7 +75,7 @@ def test_engines_are_named_in_their_own_file_only() -> None:
 
 
 def _resolves(module: object, name: str) -> bool:
-    """Whether a door has what it promises, as far as can be told where an engine is not installed."""
+    """Whether a door has what it promises, as far as can be told without the engine."""
     try:
         return hasattr(module, name)
     except ModuleNotFoundError as missing:
