@@ -47,7 +47,7 @@ class Model:
 
         layers, width, heads = shape.layers, shape.width, shape.heads + 2 * shape.kv_heads
         self.from_words = weight(shape.words, 1, width)[:, 0]
-        self.to_words = weight(width, shape.words)
+        self.to_words: Tensor = weight(width, shape.words)
         self.to_qkv = weight(layers, width, heads * shape.dim)
         self.to_output = weight(layers, shape.heads * shape.dim, width)
         self.to_hidden = weight(layers, width, 6 * width)
