@@ -40,7 +40,7 @@ def main() -> int:
     args = arguments().parse_args()
     link = rig.begin()
     rows = []
-    for row in _Serving(args, rig.DEVICE).rows():
+    for row in Serving(args, rig.DEVICE).rows():
         rows.append(row)
         print(line_of(row), flush=True)
     rig.write(args.json, link, rows)
@@ -75,7 +75,7 @@ def cost(off: Sequence[float], on: Sequence[float]) -> float:
     return statistics.median(before / after - 1 for before, after in zip(off, on, strict=True))
 
 
-class _Serving:
+class Serving:
     """One engine, with and without its cache."""
 
     def __init__(self, args: argparse.Namespace, device: str) -> None:
@@ -127,7 +127,7 @@ class _Serving:
         """Tokens a second, all ways in turns: every way has the same prompts in a round."""
         args = self.args
         rates: dict[str, list[float]] = {"off": [], "idle": [], "stores": [], "hits": []}
-        hits = 0
+        hits, outputs, differing = 0, dict[str, list[list[int]]](), dict.fromkeys(rates, 0)
         for turn in range(args.rounds + 1):
             prompts = [self._prompt(args.prompt) for _ in range(args.requests)]
             # Neither of the two that are compared is always the first.
@@ -144,15 +144,19 @@ class _Serving:
                 hits = sum(one.hits for one in asked)
                 pages = (args.prompt - 1) // self.page_size
                 assert hits == (way == "hits") * args.requests * pages * self.page_size, (way, hits)
+                outputs[way] = [one.output for one in asked]
                 if turn:  # the first warms up
                     rates[way].append(args.requests * args.new / took)
+            for way in rates:
+                pairs = zip(outputs[way], outputs["off"], strict=True)
+                differing[way] += sum(found != expected for found, expected in pairs)
         self.engine.cache = None
         for way, found in rates.items():
             row = {
                 "case": "tokens", "what": way,
                 "tokens_per_sec": round(statistics.median(found), 1),
                 "over_off": round(1 / (1 + cost(rates["off"], found)), 4),
-                "spread": round(max(found) / min(found) - 1, 4),
+                "spread": round(max(found) / min(found) - 1, 4), "differing": differing[way],
             }  # fmt: skip
             if way == "off":
                 row["model_mb"] = round(self.model_bytes / 1e6)
