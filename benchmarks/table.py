@@ -267,6 +267,8 @@ def _engine(result: Mapping[str, Any]) -> Iterator[str]:
             more = [f"{row['spread'] * 100:.1f} % between rounds"]
             if "model_mb" in row:
                 more.append(f"a model of {row['model_mb']} MB")
+            if "in_calls" in row:
+                more.append(f"calls of the cache take {row['in_calls'] * 100:.2f} % of a round")
             if "hit_tokens" in row:
                 more.append(f"{row['hit_tokens']:,} tokens of a round were loaded")
             if row["differing"]:

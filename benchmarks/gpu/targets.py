@@ -63,6 +63,8 @@ def cells_of(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Cell]:
         if "cost" in row:
             case = "8 at once, nothing found and nothing stored"
             yield Cell("an idle cache, of an engine's time", case, 0.01, row["cost"], False, "%")
+            case = "its calls, counted one by one"
+            yield Cell("an idle cache, in its calls", case, 0.01, row["in_calls"], False, "%")
     jit = results.get("jit")
     if jit:
         for what, key, unit, most in JIT:

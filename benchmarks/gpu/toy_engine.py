@@ -7,6 +7,10 @@
     first_token  from submitting one long prompt to its first token: computed, from the host, and
                  from files
 
+`off again` is the control: what two rounds differ by that are alike, in time and in answers.
+`in calls` is the share of an idle round that passes inside of calls of the cache: rounds are not
+alike enough on every machine to tell a percent, and this is what of it can be counted.
+
 Rounds go through the ways in turns, in one engine, and figures are medians over the rounds. Seconds
 are those of a caller. No figure is told unless hits are as many as they should be.
 """
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 _EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 _PLENTY_SECS = 120.0
 _ROOM_PAGES = 16
+_WAYS = ("off", "idle", "off again", "stores", "hits")
 
 
 def main() -> int:
@@ -73,6 +78,26 @@ def line_of(row: dict[str, Any]) -> str:
 def cost(off: Sequence[float], on: Sequence[float]) -> float:
     """How much slower `on` is, as a share: the median of rounds that ran side by side."""
     return statistics.median(before / after - 1 for before, after in zip(off, on, strict=True))
+
+
+class _Timed:
+    """A cache that adds up how long its calls take."""
+
+    def __init__(self, cache: KVFerry) -> None:
+        self._cache = cache
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._cache, name)
+
+        def timed(*args: Any, **given: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*args, **given)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        return timed
 
 
 class Serving:
@@ -126,14 +151,16 @@ class Serving:
     def _tokens(self, cache: KVFerry) -> Iterator[dict[str, Any]]:
         """Tokens a second, all ways in turns: every way has the same prompts in a round."""
         args = self.args
-        rates: dict[str, list[float]] = {"off": [], "idle": [], "stores": [], "hits": []}
+        rates: dict[str, list[float]] = {way: [] for way in _WAYS}
         hits, outputs, differing = 0, dict[str, list[list[int]]](), dict.fromkeys(rates, 0)
+        shares: list[float] = []
         for turn in range(args.rounds + 1):
             prompts = [self._prompt(args.prompt) for _ in range(args.requests)]
             # Neither of the two that are compared is always the first.
-            ways = ["off", "idle"] if turn % 2 else ["idle", "off"]
-            for way in [*ways, "stores", "hits"]:
-                self.engine.cache = None if way == "off" else cache
+            compared = _WAYS[:3] if turn % 2 else _WAYS[2::-1]
+            for way in (*compared, *_WAYS[3:]):
+                timed = _Timed(cache)
+                self.engine.cache = {"off": None, "off again": None, "idle": timed}.get(way, cache)
                 cache.switches.flip(store=way in ("stores", "hits"))
                 if way != "hits":
                     cache.reset()
@@ -147,6 +174,8 @@ class Serving:
                 outputs[way] = [one.output for one in asked]
                 if turn:  # the first warms up
                     rates[way].append(args.requests * args.new / took)
+                if turn and way == "idle":
+                    shares.append(timed.seconds / took)
             for way in rates:
                 pairs = zip(outputs[way], outputs["off"], strict=True)
                 differing[way] += sum(found != expected for found, expected in pairs)
@@ -162,6 +191,7 @@ class Serving:
                 row["model_mb"] = round(self.model_bytes / 1e6)
             if way == "idle":
                 row["cost"] = round(cost(rates["off"], found), 4)
+                row["in_calls"] = round(statistics.median(shares), 4)
             if way == "hits":
                 row["hit_tokens"] = hits
             yield row

@@ -226,6 +226,20 @@ def test_storage_is_waited_for(make: Callable[..., Engine]) -> None:
     assert (_hits(found), _outputs(found)) == ([3 * PAGE], expected[:1])
 
 
+def test_the_guide_quotes_the_engine_as_it_is() -> None:
+    """Every excerpt of its section is in the file, line for line."""
+    guide = (Path(__file__).parents[2] / "docs" / "cache.md").read_text()
+    section = guide.split("## A whole engine\n")[1].split("\n## ")[0]
+    excerpts = section.split("```text\n")[1:]
+    assert len(excerpts) == 4
+    lines = [line.strip() for line in Path(toy.__file__).read_text().splitlines()]
+    for excerpt in excerpts:
+        quoted = [line.strip() for line in excerpt.split("\n```")[0].splitlines()]
+        assert any(lines[start : start + len(quoted)] == quoted for start in range(len(lines))), (
+            excerpt
+        )
+
+
 def test_the_example_stays_short() -> None:
     """An engine writer reads it in one go: 250 lines at most."""
     assert len(Path(toy.__file__).read_text().splitlines()) <= 250

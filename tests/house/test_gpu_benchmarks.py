@@ -171,12 +171,12 @@ def test_the_engine_is_served_in_every_way() -> None:
     )
     rows = list(Serving(arguments().parse_args(told.split()), "cpu").rows())
     assert [(row["case"], row["what"]) for row in rows] == [
-        *(("tokens", way) for way in ("off", "idle", "stores", "hits")),
+        *(("tokens", way) for way in ("off", "idle", "off again", "stores", "hits")),
         *(("first_token", how) for how in ("computed", "from the host", "from files")),
     ]
-    assert [row["differing"] for row in rows[:4]] == [0, 0, 0, 0]
-    assert rows[3]["hit_tokens"] == 3 * 128
-    assert [row["hit_tokens"] for row in rows[4:]] == [0, 256, 256]
+    assert [row["differing"] for row in rows[:5]] == [0] * 5
+    assert rows[4]["hit_tokens"] == 3 * 128
+    assert [row["hit_tokens"] for row in rows[5:]] == [0, 256, 256]
 
 
 def test_memory_that_grows_is_seen() -> None:
