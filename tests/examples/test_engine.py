@@ -116,6 +116,19 @@ def test_answers_are_kept_too(make: Callable[..., Engine]) -> None:
     assert _outputs([found]) == _outputs(_ask(make(cached=False), [follow_up]))
 
 
+def test_a_prompt_is_found_while_its_first_request_still_runs(make: Callable[..., Engine]) -> None:
+    """It is stored when it is computed, and not when its request leaves."""
+    engine = make()
+    first = engine.submit(_QUESTIONS[0], PAGE)
+    engine.step()
+    second = engine.submit(_QUESTIONS[0], _MAX_NEW)
+    engine.step()
+    assert first in engine.running
+    assert second.hits == 3 * PAGE
+    engine.run()
+    assert second.output == first.output[:_MAX_NEW]
+
+
 @pytest.mark.parametrize("page", [0, 1, 2])
 def test_a_bad_page_costs_hits_and_changes_no_output(
     make: Callable[..., Engine], page: int

@@ -39,7 +39,7 @@ _DOCUMENTS = [
 ]
 _FENCE = re.compile(r"^```(?P<info>.*)$")
 _NOT_RUN = re.compile(r"^<!-- not run: (?P<reason>\S.*) -->$")
-_TARGET = re.compile(r"^(?P<name>[a-z]+):", re.MULTILINE)
+_TARGET = re.compile(r"^(?P<name>[a-z-]+):", re.MULTILINE)
 _LINK = re.compile(r"\]\((?P<path>[^)#\s]+)(#[^)\s]*)?\)")
 
 

@@ -74,13 +74,21 @@ def test_engines_are_named_in_their_own_file_only() -> None:
     assert found == set(_MAY_NAME_AN_ENGINE)
 
 
+def _resolves(module: object, name: str) -> bool:
+    """Whether a door has what it promises, as far as can be told without the engine."""
+    try:
+        return hasattr(module, name)
+    except ModuleNotFoundError as missing:
+        return missing.name in _ENGINES
+
+
 @pytest.mark.parametrize("package", _packages())
 def test_every_door_is_explicit(package: str) -> None:
     """Each package has an `__all__` without doubles whose names resolve."""
     module = importlib.import_module(package)
     names = module.__all__
     assert len(set(names)) == len(names)
-    assert [name for name in names if not hasattr(module, name)] == []
+    assert [name for name in names if not _resolves(module, name)] == []
 
 
 def test_every_folder_has_a_door() -> None:

@@ -4,36 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 from tests.transfer.fake_gpu import FakeGpu
-
-from kvferry.kernels.jit import Context, Driver
-
-
-class _Loader:
-    """Stands for the `KernelLoader` of the process."""
-
-    def __init__(self, gpu: FakeGpu) -> None:
-        self.driver = Driver(gpu, "13.0.0")
-
-    def load(self, _: object, device: int) -> SimpleNamespace:
-        """A module of which every kernel is there."""
-        context = self.driver.context(device)
-        return SimpleNamespace(function=lambda name: _function(context, name))
-
-
-def _function(context: Context, name: str) -> SimpleNamespace:
-    return SimpleNamespace(
-        context=context,
-        name=name,
-        handle=name.removeprefix("kvferry_"),
-        max_threads=1024,
-        shared_bytes=0,
-        allow_dynamic_shared=lambda _: None,
-    )
-
+from tests.transfer.fake_loader import FakeLoader
 
 _STAGED = ("staged", "staged, old driver")
 
@@ -50,7 +24,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     made = FakeGpu()
     made.mover, _, old = request.param.partition(", ")
     made.batches = not old
-    loader = _Loader(made)
+    loader = FakeLoader(made)
     for name, module in list(sys.modules.items()):
         if name.startswith("kvferry.") and hasattr(module, "process_loader"):
             monkeypatch.setattr(module, "process_loader", lambda: loader)

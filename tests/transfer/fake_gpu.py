@@ -458,9 +458,12 @@ class FakeGpu:
         return Status.CUDA_ERROR_NOT_REGISTERED if found is None else None
 
     def _cu_pointer_get_attribute(self, attribute: str, address: int) -> int | Status:
-        if not _lies_in(self.registered | self.pinned_memory, address):
+        on_device = _lies_in(self.device_memory, address)
+        if not on_device and not _lies_in(self.registered | self.pinned_memory, address):
             return Status.CUDA_ERROR_INVALID_VALUE
-        return address if attribute == "address" else 1
+        kinds = self.CUmemorytype
+        kind = kinds.CU_MEMORYTYPE_DEVICE if on_device else kinds.CU_MEMORYTYPE_HOST
+        return address if attribute == "address" else kind
 
     _cu_memcpy_hto_dasync = _cu_memcpy_dto_dasync = _copy
     _cu_memcpy_dto_hasync = functools.partialmethod(_copy, to_device=False)

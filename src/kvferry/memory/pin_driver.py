@@ -22,6 +22,7 @@ class ContextPinDriver:
         bindings = context.driver.bindings
         self._flags = bindings.CU_MEMHOSTREGISTER_PORTABLE | bindings.CU_MEMHOSTREGISTER_DEVICEMAP
         self._host = int(bindings.CUmemorytype.CU_MEMORYTYPE_HOST)
+        self._device = int(bindings.CUmemorytype.CU_MEMORYTYPE_DEVICE)
 
     def register(self, address: int, num_bytes: int) -> None:
         """Pin and map ``[address, address + num_bytes)``. Raises DriverError."""
@@ -40,12 +41,19 @@ class ContextPinDriver:
 
     def is_pinned(self, address: int) -> bool:
         """Whether `address` is host memory that the driver knows. Raises DriverError."""
+        return self._memory_type(address) == self._host
+
+    def is_on_device(self, address: int) -> bool:
+        """Whether `address` is memory of a GPU. Raises DriverError."""
+        return self._memory_type(address) == self._device
+
+    def _memory_type(self, address: int) -> int | None:
         try:
-            return self._attribute("CU_POINTER_ATTRIBUTE_MEMORY_TYPE", address) == self._host
+            return self._attribute("CU_POINTER_ATTRIBUTE_MEMORY_TYPE", address)
         except DriverError as bad:
             # So it answers for memory that it has never seen.
             if bad.code == _INVALID_VALUE:
-                return False
+                return None
             raise
 
     def clear_error(self) -> None:

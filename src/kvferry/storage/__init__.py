@@ -14,6 +14,7 @@ from kvferry.storage.base import (
     key_complaint,
     total_bytes,
 )
+from kvferry.storage.checked_objects import CheckedObjects, PageStoreCounts
 from kvferry.storage.file import FileBackend
 from kvferry.storage.file_folder import FsyncPolicy
 from kvferry.storage.file_index import KnownFile
@@ -33,7 +34,7 @@ from kvferry.storage.format import (
     parse_header,
 )
 from kvferry.storage.memory import MemoryBackend
-from kvferry.storage.objects import PageStore, PageStoreCounts
+from kvferry.storage.objects import PageStore
 from kvferry.storage.registry import BACKENDS, check_backend, open_backend, try_backend
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "INTERFACE_VERSION",
     "MAX_KEY_BYTES",
     "Buffers",
+    "CheckedObjects",
     "FileBackend",
     "FolderContents",
     "FsyncPolicy",

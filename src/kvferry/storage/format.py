@@ -124,11 +124,15 @@ class ObjectHeader:
         return bytes(packed)
 
 
-def checksum(data: bytes | bytearray | memoryview) -> bytes:
-    """xxh3-128 in its canonical (big-endian) form. Raises MissingDependencyError without xxhash."""
+def checksum(*parts: bytes | bytearray | memoryview) -> bytes:
+    """xxh3-128 of `parts`, one after another, in its canonical (big-endian) form.
+
+    Raises MissingDependencyError without xxhash.
+    """
     # Unlike the call in one step, `update` releases the interpreter lock for what is large.
     state = new_checksum()
-    state.update(data)
+    for part in parts:
+        state.update(part)
     found: bytes = state.digest()
     return found
 

@@ -1,38 +1,16 @@
-"""Pages in a backend: a header in front, and nothing believed that was not checked."""
+"""Pages of a geometry in a backend, read and written in host slots."""
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvferry.errors import StorageError
-from kvferry.storage.base import (
-    MAX_KEY_BYTES,
-    Buffers,
-    ItemResult,
-    ItemStatus,
-    StorageBackend,
-    check_batch,
-    key_complaint,
-)
-from kvferry.storage.format import (
-    HeaderFault,
-    HeaderProblem,
-    ObjectHeader,
-    checksum,
-    header_bytes,
-    new_checksum,
-    parse_header,
-)
-from kvferry.storage.header_room import HeaderRoom, HeaderRooms
-from kvferry.storage.missing_keys import MissingKeys
-from kvferry.storage.raw_memory import view_of
+from kvferry.storage.base import Buffers, ItemResult, StorageBackend
+from kvferry.storage.checked_objects import CheckedObjects
 from kvferry.types import SlotKind
 
 if TYPE_CHECKING:
@@ -40,32 +18,10 @@ if TYPE_CHECKING:
 
     from kvferry.geometry import Geometry
 
-__all__ = ["PageStore", "PageStoreCounts"]
+__all__ = ["PageStore"]
 
 
-@dataclasses.dataclass(frozen=True)
-class PageStoreCounts:
-    """What went wrong since a `PageStore` was made, in pages but for `backend_faults`."""
-
-    reread: int = 0
-    """Not what was stored at the first read."""
-    healed: int = 0
-    """Of these, whole at the second."""
-    corrupt: int = 0
-    """Of these, damaged at the second too, and so quarantined."""
-    foreign: int = 0
-    """Whole, and of another format, geometry or kind of slot: left alone, a miss."""
-    missing: int = 0
-    """Not there when they were read."""
-    failed: int = 0
-    """The backend failed to read or to write them."""
-    refused: int = 0
-    """The backend would not keep them."""
-    backend_faults: int = 0
-    """Calls in which the backend raised, or returned what no backend may."""
-
-
-class PageStore:
+class PageStore(CheckedObjects):
     """Pages of `geometry` in `backend`. Thread-safe; calls block until the batch is done.
 
     A page is read and written in a host slot of ``geometry.slot_bytes(kind)`` bytes, in place. A
@@ -95,59 +51,29 @@ class PageStore:
         missing_secs: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        new_checksum()  # now, and not in the first read
-        self._backend = backend
-        self._fingerprint = geometry.fingerprint
-        self._kind = kind
-        self._verify = verify
-        self._slot_bytes = geometry.slot_bytes(kind)
-        self._num_spans = len(geometry.spans(kind))
-        if not self._num_spans:
+        num_spans = len(geometry.spans(kind))
+        if not num_spans:
             raise StorageError(f"this geometry has no planes for {kind.value} slots to store")
-        self._rooms = HeaderRooms(header_bytes(MAX_KEY_BYTES, self._num_spans))
-        self._missing = MissingKeys(missing_secs, clock)
-        self._lock = threading.Lock()
-        self._counts: collections.Counter[str] = collections.Counter()
-
-    @property
-    def backend(self) -> StorageBackend:
-        """Where the objects are."""
-        return self._backend
+        super().__init__(
+            backend,
+            fingerprint=geometry.fingerprint,
+            payload_bytes=geometry.slot_bytes(kind),
+            num_digests=num_spans,
+            kind=kind,
+            verify=verify,
+            missing_secs=missing_secs,
+            clock=clock,
+        )
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a page."""
-        return self._slot_bytes
+        return self._payload_bytes
 
     @property
     def num_spans(self) -> int:
         """Digests of a page."""
-        return self._num_spans
-
-    def object_bytes(self, key: bytes) -> int:
-        """What the page called `key` takes in storage: header and slot."""
-        return header_bytes(len(key), self._num_spans) + self._slot_bytes
-
-    def counts(self) -> PageStoreCounts:
-        """What went wrong so far."""
-        with self._lock:
-            return PageStoreCounts(**self._counts)
-
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which pages there are, as far as the backend knows; a read may still miss."""
-        asked = self._missing.unknown(keys)
-        wanted = [key for key, ask in zip(keys, asked, strict=True) if ask]
-        if not wanted:
-            return [False] * len(keys)
-        try:
-            found: Any = self._backend.contains(wanted)
-        except Exception:  # noqa: BLE001  other people's code: whatever it raises, they are absent
-            found = None
-        if not isinstance(found, list) or len(found) != len(wanted):
-            self._count(backend_faults=1)
-            return [False] * len(keys)
-        answers = iter(found)
-        return [ask and next(answers) is True for ask in asked]
+        return self._num_digests
 
     def write(
         self, keys: Sequence[bytes], addresses: Sequence[int], digests: NDArray[np.uint64]
@@ -162,38 +88,7 @@ class PageStore:
         Returns:
             One result a page; `ItemResult.num_bytes` is that of the object.
         """
-        self._check(keys, addresses, digests)
-        results: list[ItemResult] = [_refused(key_complaint(key)) for key in keys]
-        good = [number for number, result in enumerate(results) if not result.reason]
-        if not good:
-            return results
-        room = self._rooms.take(len(keys))
-        for number in good:
-            payload = view_of(addresses[number], self._slot_bytes)
-            packed = ObjectHeader(
-                self._fingerprint,
-                keys[number],
-                self._kind,
-                self._slot_bytes,
-                checksum(payload),
-                digests[number],
-            ).pack()
-            room.view(number)[: len(packed)] = packed
-        found = self._call(self._backend.write_from, good, keys, addresses, room)
-        stored = []
-        for number, result in zip(good, found, strict=True):
-            expected = self.object_bytes(keys[number])
-            if result.ok and result.num_bytes != expected:
-                result = _failed(f"the backend took {result.num_bytes} of {expected} bytes")
-            if result.ok:
-                stored.append(keys[number])
-            results[number] = result
-        self._missing.discard(stored)
-        self._count(
-            failed=sum(result.status is ItemStatus.FAILED for result in results),
-            refused=sum(result.status is ItemStatus.REFUSED for result in results),
-        )
-        return results
+        return self.write_objects(keys, self._slots(addresses), digests)
 
     def read(
         self, keys: Sequence[bytes], addresses: Sequence[int], digests_out: NDArray[np.uint64]
@@ -208,162 +103,7 @@ class PageStore:
         Returns:
             One result a page. CORRUPT pages were read twice, and are quarantined.
         """
-        self._check(keys, addresses, digests_out)
-        results = [ItemResult(ItemStatus.MISS, reason=key_complaint(key)) for key in keys]
-        numbers = [number for number, result in enumerate(results) if not result.reason]
-        first = self._read_some(numbers, keys, addresses, digests_out)
-        for number, result in zip(numbers, first, strict=True):
-            results[number] = result
-        again = [number for number in numbers if results[number].status is ItemStatus.CORRUPT]
-        second = self._read_some(again, keys, addresses, digests_out)
-        for number, result in zip(again, second, strict=True):
-            results[number] = result
-        by_status = collections.Counter(result.status for result in results)
-        bad = [keys[number] for number in again if results[number].status is ItemStatus.CORRUPT]
-        if bad:
-            self._quarantine(bad)
-        gone = [
-            key
-            for key, result in zip(keys, results, strict=True)
-            if result.status in (ItemStatus.MISS, ItemStatus.CORRUPT)
-        ]
-        self._missing.add(gone)
-        self._count(
-            reread=len(again),
-            healed=sum(result.ok for result in second),
-            corrupt=len(bad),
-            missing=by_status[ItemStatus.MISS],
-            failed=by_status[ItemStatus.FAILED],
-        )
-        return results
+        return self.read_objects(keys, self._slots(addresses), digests_out)
 
-    def _read_some(
-        self,
-        numbers: Sequence[int],
-        keys: Sequence[bytes],
-        addresses: Sequence[int],
-        digests_out: NDArray[np.uint64],
-    ) -> list[ItemResult]:
-        """One result for each of `numbers`, in their order."""
-        if not numbers:
-            return []
-        room = self._rooms.take(len(keys))
-        # A backend that says OK and writes nothing must not be believed for what was here before.
-        room.block.view[:] = bytes(room.block.num_bytes)
-        found = self._call(self._backend.read_into, numbers, keys, addresses, room, keep=True)
-        results = []
-        for number, result in zip(numbers, found, strict=True):
-            if result.ok:
-                size = self.object_bytes(keys[number])
-                header = bytes(room.view(number)) if result.num_bytes == size else b""
-                checked = self._checked(keys[number], addresses[number], header, result)
-                if isinstance(checked, ObjectHeader):
-                    digests_out[number] = checked.digests
-                    result = ItemResult(ItemStatus.OK, size)
-                else:
-                    result = checked
-            results.append(result)
-        self._rooms.give_back(room)
-        return results
-
-    def _checked(
-        self, key: bytes, address: int, data: bytes, result: ItemResult
-    ) -> ObjectHeader | ItemResult:
-        if not data:
-            return _corrupt(f"the backend read {result.num_bytes} bytes of it")
-        header = parse_header(data)
-        if isinstance(header, HeaderProblem):
-            if header.fault is HeaderFault.FOREIGN:
-                return self._foreign(header.reason)
-            return _corrupt(header.reason)
-        if header.key != key:
-            return _corrupt(f"it is the object of another key, {header.key.hex()}")
-        if header.fingerprint != self._fingerprint:
-            return self._foreign(f"stored with the geometry {header.fingerprint}")
-        if header.kind is not self._kind:
-            return self._foreign(f"stored as a {header.kind.value} slot")
-        if header.payload_bytes != self._slot_bytes or len(header.digests) != self._num_spans:
-            return _corrupt("its header has other sizes than its geometry")
-        if self._verify and checksum(view_of(address, self._slot_bytes)) != header.payload_checksum:
-            return _corrupt("its bytes have another checksum than its header says")
-        return header
-
-    def _foreign(self, reason: str) -> ItemResult:
-        self._count(foreign=1)
-        return ItemResult(ItemStatus.MISS, reason=reason)
-
-    def _call(
-        self,
-        method: Callable[[Sequence[bytes], Sequence[Buffers]], Any],
-        numbers: Sequence[int],
-        keys: Sequence[bytes],
-        addresses: Sequence[int],
-        room: HeaderRoom,
-        *,
-        keep: bool = False,
-    ) -> list[ItemResult]:
-        """Call `method` for the items `numbers`; unless `keep`, `room` is given back."""
-        wanted = [keys[number] for number in numbers]
-        buffers = [
-            [
-                (room.address(number), header_bytes(len(keys[number]), self._num_spans)),
-                (addresses[number], self._slot_bytes),
-            ]
-            for number in numbers
-        ]
-        try:
-            found: Any = method(wanted, buffers)
-        except Exception as bad:  # noqa: BLE001  other people's code: whatever it raises is a value
-            found = None
-            reason = f"the backend raised {type(bad).__name__}: {bad}"
-        else:
-            reason = f"the backend returned {str(found)[:80]} for {len(wanted)} items"
-            if not keep:
-                self._rooms.give_back(room)
-        if not isinstance(found, list) or len(found) != len(wanted):
-            self._count(backend_faults=1)
-            return [_failed(reason)] * len(wanted)
-        results = [_item(one) for one in found]
-        self._count(backend_faults=int(any(one is None for one in results)))
-        return [_failed(f"the backend said {was!r}") if one is None else one
-                for one, was in zip(results, found, strict=True)]  # fmt: skip
-
-    def _quarantine(self, keys: Sequence[bytes]) -> None:
-        try:
-            self._backend.quarantine(keys)
-        except Exception:  # noqa: BLE001  as above; the keys are taken for absent in any case
-            self._count(backend_faults=1)
-
-    def _check(
-        self, keys: Sequence[bytes], addresses: Sequence[int], digests: NDArray[np.uint64]
-    ) -> None:
-        check_batch(keys, addresses)
-        shape = (len(keys), self._num_spans)
-        if digests.shape != shape or digests.dtype != np.uint64:
-            raise StorageError(
-                f"digests have shape {list(digests.shape)} and type {digests.dtype}, not "
-                f"{list(shape)} and uint64: one row a page, one column a span"
-            )
-
-    def _count(self, **counts: int) -> None:
-        with self._lock:
-            self._counts.update(counts)
-
-
-def _item(found: object) -> ItemResult | None:
-    """What a backend returned for an item; None if it is no result."""
-    if isinstance(found, ItemResult) and isinstance(found.status, ItemStatus):
-        return found
-    return None
-
-
-def _corrupt(reason: str) -> ItemResult:
-    return ItemResult(ItemStatus.CORRUPT, reason=reason)
-
-
-def _failed(reason: str) -> ItemResult:
-    return ItemResult(ItemStatus.FAILED, reason=reason)
-
-
-def _refused(reason: str) -> ItemResult:
-    return ItemResult(ItemStatus.REFUSED, reason=reason)
+    def _slots(self, addresses: Sequence[int]) -> list[Buffers]:
+        return [[(address, self._payload_bytes)] for address in addresses]

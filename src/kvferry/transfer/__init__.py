@@ -26,6 +26,8 @@ from kvferry.transfer.profile_store import (
     save_profile,
 )
 from kvferry.transfer.route_preview import KernelUse, RoutePreview, preview_route
+from kvferry.transfer.row_lists import RowList, check_rows, row_list
+from kvferry.transfer.row_mover import RowMove, RowMover, RowOptions
 
 __all__ = [
     "BUILT_IN",
@@ -38,6 +40,10 @@ __all__ = [
     "KernelUse",
     "Measured",
     "RoutePreview",
+    "RowList",
+    "RowMove",
+    "RowMover",
+    "RowOptions",
     "SavedProfile",
     "TransferEngine",
     "TransferHandle",
@@ -48,11 +54,13 @@ __all__ = [
     "calibrate",
     "check_environment",
     "check_gpu_paths",
+    "check_rows",
     "disabled_gpu_paths",
     "find_profile",
     "joined",
     "load_profile",
     "preview_route",
+    "row_list",
     "save_profile",
     "staging_is_disabled",
     "why_no_gpu",

@@ -3,19 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvferry.kernels import CopyPath, MoveKernels
 from kvferry.types import Direction, Mover
 
 if TYPE_CHECKING:
     from kvferry.kernels.jit import Stream
-    from kvferry.transfer.command_buffer import CommandBuffer
-    from kvferry.transfer.plan import TransferPlan
     from kvferry.transfer.span_table import Carried, Launch, SpanTable, Step
     from kvferry.transfer.staging import Piece
 
-__all__ = ["DEFAULT_BLOCKS", "SpanLauncher", "default_blocks"]
+__all__ = ["DEFAULT_BLOCKS", "LaunchMemory", "Launched", "SpanLauncher", "default_blocks"]
+
+
+class Launched(Protocol):
+    """How much moves, and which way: a `TransferPlan`, say."""
+
+    @property
+    def num_pages(self) -> int:
+        """N."""
+
+    @property
+    def direction(self) -> Direction:
+        """Towards the device or away from it."""
+
+
+class LaunchMemory(Protocol):
+    """Where the kernels of a launch read and report, on the device: a `CommandBuffer`, say."""
+
+    row_tables: tuple[tuple[int, int], ...]
+    """Where each begins, and the bytes of one page in it."""
+
+    index_bytes: int
+    host_slots: int
+    page_seeds: int
+    fault: int
+    bad_pages: int
+    sums: int
+
 
 DEFAULT_BLOCKS: Mapping[CopyPath, int] = {
     CopyPath.FLAT: 32,
@@ -57,7 +82,7 @@ class SpanLauncher:
             paths.add(CopyPath.REALIGN)
         self._kernels.load(*paths, relayout=mover is Mover.STAGED)
 
-    def begin(self, plan: TransferPlan, table: SpanTable, commands: CommandBuffer) -> None:
+    def begin(self, plan: Launched, table: SpanTable, commands: LaunchMemory) -> None:
         """What all launches of `plan` have in common. Call it before the first."""
         args = self._kernels.transfer
         args.spans = table.address
@@ -80,7 +105,7 @@ class SpanLauncher:
     def launch_staged(
         self,
         step: Step,
-        commands: CommandBuffer,
+        commands: LaunchMemory,
         piece: Piece,
         staging: int,
         blocks: int,
@@ -95,7 +120,7 @@ class SpanLauncher:
             self._move(launch, self._blocks or blocks, stream, relayout=True)
 
     def finish(
-        self, plan: TransferPlan, table: SpanTable, commands: CommandBuffer, stream: Stream
+        self, plan: Launched, table: SpanTable, commands: LaunchMemory, stream: Stream
     ) -> None:
         """Write or compare all digests of `plan`, in a `stream` that is behind its kernels."""
         if plan.num_pages and self._verify:
@@ -104,7 +129,7 @@ class SpanLauncher:
             args.first_span, args.num_spans = 0, table.num_spans
             self._kernels.finish(table.num_spans * plan.num_pages, stream.handle)
 
-    def _select(self, commands: CommandBuffer, first_page: int, num_pages: int) -> None:
+    def _select(self, commands: LaunchMemory, first_page: int, num_pages: int) -> None:
         args = self._kernels.transfer
         for index, (address, page_bytes) in enumerate(commands.row_tables):
             args.rows[index] = address + first_page * page_bytes
