@@ -121,7 +121,7 @@ class Serving:
         longest = max(8 * (args.prompt + args.new + toy.BLOCK), args.long + 2 * toy.BLOCK)
         self.pool = self.model.new_pool(-(-longest // toy.BLOCK))
         self.token_bytes = self.pool[:, 0].numel() * self.pool.element_size()
-        self.engine = toy.Engine(self.model, self.pool, chunk=args.chunk)
+        self.engine: Any = toy.Engine(self.model, self.pool, chunk=args.chunk)
         self.page_size = toy.PAGE
         self.open_cache = toy.open_cache
         self.rng = np.random.default_rng(1)
