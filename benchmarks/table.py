@@ -63,7 +63,7 @@ def tables(told: Mapping[str, Any]) -> Iterator[str]:
             yield ""
             yield from _throughput(result)
     for name, render in (("beside", _beside), ("latency", _latency), ("cache_bench", _cache),
-                         ("jit", _jit),
+                         ("engine", _engine), ("jit", _jit),
                          ("long_contexts", _long_contexts)):  # fmt: skip
         if name in results:
             yield ""
@@ -252,6 +252,37 @@ def _cache(result: Mapping[str, Any]) -> Iterator[str]:
             f"| {case} | {row['what']} | {row.get('ms', NOTHING)} | {rate} | "
             f"{_share(row, 'over_m')} | {'; '.join(more)} |"
         )
+
+
+def _engine(result: Mapping[str, Any]) -> Iterator[str]:
+    yield "| what | | found | of the same without a cache | |"
+    yield "|---|---|---|---|---|"
+    rows = result["rows"]
+    alone = next((row["ms"] for row in rows if row["what"] == "computed"), None)
+    for row in rows:
+        case, what = row["case"].replace("_", " "), row["what"]
+        if "skipped" in row:
+            yield f"| {case} | {what} | {NOTHING} | {NOTHING} | **skipped**: {row['skipped']} |"
+        elif row["case"] == "tokens":
+            more = [f"{row['spread'] * 100:.1f} % between rounds"]
+            if "model_mb" in row:
+                more.append(f"a model of {row['model_mb']} MB")
+            if "in_calls" in row:
+                more.append(f"calls of the cache take {row['in_calls'] * 100:.2f} % of a round")
+            if "hit_tokens" in row:
+                more.append(f"{row['hit_tokens']:,} tokens of a round were loaded")
+            if row["differing"]:
+                more.append(f"**{row['differing']} answers differ**")
+            found = f"{row['tokens_per_sec']:,.0f} tokens/s"
+            yield f"| {case} | {what} | {found} | {row['over_off']:.3f} | {'; '.join(more)} |"
+        else:
+            more = [f"{row['tokens']:,} tokens, {row['hit_tokens']:,} of them loaded"]
+            if row["mb"]:
+                more.append(f"{row['mb']:,} MB")
+            yield (
+                f"| {case} | {what} | {row['ms']:.1f} ms | {row['ms'] / alone:.3f} | "
+                f"{'; '.join(more)} |"
+            )
 
 
 def _jit(told: Mapping[str, Any]) -> Iterator[str]:

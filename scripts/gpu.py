@@ -189,6 +189,7 @@ def _steps(*, quick: bool) -> Iterator[_Step]:
     yield _Step("beside", _benchmark(python, "beside"), 150)
     yield _Step("latency", _benchmark(python, "latency"), 120)
     yield _Step("cache_bench", _benchmark(python, "cache"), 240)
+    yield _Step("engine", _benchmark(python, "toy_engine"), 240)
     yield _Step("jit", (python, "benchmarks/jit.py", "--json", "{json}"), 60)
     tool = _sanitizer()
     for name, cases in _SANITIZERS:

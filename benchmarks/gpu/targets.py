@@ -59,6 +59,12 @@ def cells_of(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Cell]:
         yield from _latency_cells(row)
     for row in rows_of(results, "cache_bench"):
         yield from _cache_cells(row)
+    for row in rows_of(results, "engine"):
+        if "cost" in row:
+            case = "8 at once, nothing found and nothing stored"
+            yield Cell("an idle cache, of an engine's time", case, 0.01, row["cost"], False, "%")
+            case = "its calls, counted one by one"
+            yield Cell("an idle cache, in its calls", case, 0.01, row["in_calls"], False, "%")
     jit = results.get("jit")
     if jit:
         for what, key, unit, most in JIT:

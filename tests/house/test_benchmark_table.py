@@ -148,6 +148,39 @@ _RESULTS = {
                 ],
             }
         },
+        "engine": {
+            "result": {
+                "command": "benchmarks/gpu/toy_engine.py --json /tmp/a.json",
+                "link": _LINK,
+                "rows": [
+                    {
+                        "case": "tokens", "what": "off", "tokens_per_sec": 2000.4,
+                        "over_off": 1.0, "spread": 0.021, "differing": 0, "model_mb": 512,
+                    },
+                    {
+                        "case": "tokens", "what": "idle", "tokens_per_sec": 1960.0,
+                        "over_off": 0.985, "spread": 0.02, "differing": 0, "cost": 0.015,
+                        "in_calls": 0.0031,
+                    },
+                    {
+                        "case": "tokens", "what": "hits", "tokens_per_sec": 2400.0,
+                        "over_off": 1.2, "spread": 0.02, "differing": 2, "hit_tokens": 32768,
+                    },
+                    {
+                        "case": "first_token", "what": "computed", "tokens": 16386, "ms": 200.0,
+                        "hit_tokens": 0, "mb": 0,
+                    },
+                    {
+                        "case": "first_token", "what": "from the host", "tokens": 16386,
+                        "ms": 20.0, "hit_tokens": 16384, "mb": 537,
+                    },
+                    {
+                        "case": "first_token", "what": "from files",
+                        "skipped": "xxhash is not installed",
+                    },
+                ],
+            }
+        },
         "long_contexts": {
             "status": "passed", "seconds": 301.0, "output": "",
             "result": {
@@ -269,6 +302,14 @@ def test_the_table_has_figures_targets_and_what_misses_them(tmp_path: Path) -> N
         "| transfers timed against not timed | ≤ 2.0 % | 0.2 % | store | 1 | +1.8 % | yes |",
         "| a poll of an idle cache | ≤ 20.00 µs | **25.00 µs** | - | 1 | **-5.00 µs** | **no** |",
         "| digests on against off | ≤ 2.0 % | 1.0 % | staged, H2D | 1 | +1.0 % | yes |",
+        (
+            "| an idle cache, of an engine's time | ≤ 1.0 % | **1.5 %** | 8 at once, nothing found "
+            "and nothing stored | 1 | **-0.5 %** | **no** |"
+        ),
+        (
+            "| an idle cache, in its calls | ≤ 1.0 % | 0.3 % | its calls, counted one by one | 1 | "
+            "+0.7 % | yes |"
+        ),
     ],
 )
 def test_each_target_has_its_worst_cell(tmp_path: Path, line: str) -> None:
@@ -292,6 +333,21 @@ def test_the_other_benchmarks_have_tables(tmp_path: Path) -> None:
         ("| metrics | store | - | - | - | 47.9 GB/s timed, 48.0 not; a call takes 31.0 µs more |"),
         "| disk | prefetch | 120.5 | 4.1 | - | 4 threads |",
         "| disk | nothing | - | - | - | **skipped**: xxhash is not installed |",
+        ("| tokens | off | 2,000 tokens/s | 1.000 | 2.1 % between rounds; a model of 512 MB |"),
+        (
+            "| tokens | idle | 1,960 tokens/s | 0.985 | 2.0 % between rounds; calls of the cache "
+            "take 0.31 % of a round |"
+        ),
+        (
+            "| tokens | hits | 2,400 tokens/s | 1.200 | 2.0 % between rounds; 32,768 tokens of a "
+            "round were loaded; **2 answers differ** |"
+        ),
+        "| first token | computed | 200.0 ms | 1.000 | 16,386 tokens, 0 of them loaded |",
+        (
+            "| first token | from the host | 20.0 ms | 0.100 | 16,386 tokens, 16,384 of them "
+            "loaded; 537 MB |"
+        ),
+        "| first token | from files | - | - | **skipped**: xxhash is not installed |",
         "| cpu | match, all there | - | - | - | 210.5 µs |",
         "| idle | nobody calls, 4 threads | - | - | - | 0.11 ms of CPU a second |",
         "| memcpy | gemm | h2d | 40.0 | 0.80 | 0.91 | 1.500, 1.600 ms | 6.7 % | 1.20 ms/GB |",

@@ -17,10 +17,11 @@ from latency import further_copy_us
 from long_contexts import Sample, growth_mib, thinned
 from overlap import Loss, inside, lost, moved_until, rate, rates_of_both
 from rig import PAGE_SIZE, device_slots, in_runs, pages_of
+from toy_engine import Serving, arguments, cost
 
 _ROOT = Path(__file__).parents[2]
 _FOLDER = _ROOT / "benchmarks" / "gpu"
-_SCRIPTS = ("throughput", "beside", "latency", "cache", "long_contexts")
+_SCRIPTS = ("throughput", "beside", "latency", "cache", "toy_engine", "long_contexts")
 
 
 def _steps() -> list[Any]:
@@ -153,6 +154,29 @@ def test_rows_of_the_cache_are_printed_whole() -> None:
     assert row == {"case": "cpu", "what": "match", "us": 3.0}
     assert cpu_row("poll", [1e-6], "idle")["case"] == "idle"
     assert " ".join(line_of({**row, "over_m": 0.9}).split()) == "cpu match us 3.0 over m 0.9"
+
+
+def test_what_a_cache_costs_an_engine() -> None:
+    """Rounds are compared with their neighbours, so that a slow minute tells nothing."""
+    assert cost([100.0, 50.0, 100.0], [99.0, 49.5, 120.0]) == pytest.approx(1 / 99)
+    assert cost([100.0], [125.0]) == pytest.approx(-0.2)
+
+
+def test_the_engine_is_served_in_every_way() -> None:
+    """All rows on the CPU with a tiny model; hits are what they should be, and outputs equal."""
+    pytest.importorskip("torch")
+    told = (
+        "--layers 2 --width 128 --words 300 --requests 3 --prompt 140 --new 3 --long 270 "
+        "--chunk 64 --rounds 1"
+    )
+    rows = list(Serving(arguments().parse_args(told.split()), "cpu").rows())
+    assert [(row["case"], row["what"]) for row in rows] == [
+        *(("tokens", way) for way in ("off", "idle", "off again", "stores", "hits")),
+        *(("first_token", how) for how in ("computed", "from the host", "from files")),
+    ]
+    assert [row["differing"] for row in rows[:5]] == [0] * 5
+    assert rows[4]["hit_tokens"] == 3 * 128
+    assert [row["hit_tokens"] for row in rows[5:]] == [0, 256, 256]
 
 
 def test_memory_that_grows_is_seen() -> None:
