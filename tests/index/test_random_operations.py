@@ -312,12 +312,13 @@ class _Pair:
             assert (Tier.STORAGE in tiers) == pages[key].stored
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("policy", list(EvictionPolicyName))
-def test_random_operations(policy: str) -> None:
+def test_random_operations(policy: str, soak_factor: int) -> None:
     """20,000 steps on twelve slots; after each the index adds up and agrees with the plain one."""
     rng = random.Random(f"index {policy}")
     pair = _Pair(policy, rng)
-    for step in range(_STEPS):
+    for step in range(_STEPS * soak_factor):
         pair.step()
         pair.index.check_integrity()
         pair.compare_prompt()

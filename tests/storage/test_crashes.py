@@ -31,9 +31,10 @@ put(backend, [1], 8192)
 """
 
 
-def test_writers_killed_at_random(tmp_path: Path) -> None:
+@pytest.mark.soak
+def test_writers_killed_at_random(tmp_path: Path, soak_factor: int) -> None:
     """After each of 20 kills every object is whole or a miss, and usage is what is there."""
-    whole, _ = run_kills(tmp_path / "store", kills=20, seed=7)
+    whole, _ = run_kills(tmp_path / "store", kills=20 * soak_factor, seed=7)
     assert whole > 100, "the writers got nowhere, so nothing was tested"
 
 
