@@ -47,7 +47,7 @@ class Kept(NamedTuple):
     """Of each row: how long the prefix is that can be found again; whole pages."""
 
     num_stored: int
-    """How many pages were not there before."""
+    """How many pages and states were not there before."""
 
     reasons: tuple[str, ...]
     """Of each row: why not all of that is kept, in kvferry's words; empty if it is."""
