@@ -189,7 +189,7 @@ def test_another_process_finds_it_in_storage(tmp_path: Path) -> None:
     """
     model, prompt = model_of("linear"), tokens(4 * PAGE + 2)
     storage = {"enabled": True, "backend": "file", "path": str(tmp_path)}
-    told = {"storage": storage, "prefetch": {"threshold_tokens": PAGE}}
+    told: dict[str, Any] = {"storage": storage, "prefetch": {"threshold_tokens": PAGE}}
     with _prefixes(model, **told) as prefixes:
         prefixes.prefill(prompt)
         assert prefixes.ferry.flush().complete

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvferry.adapters.transformers.cache_shape import cache_keyword
 from kvferry.errors import PlanError
 
-__all__ = ["beginning_with", "refuse_unserved"]
+__all__ = ["beginning_with", "refuse_unserved", "verifying_from"]
 
 _OURS = {
     "cache": "the cache is the one that was restored",
@@ -61,6 +62,7 @@ def beginning_with(draft: Any, cache: Any) -> Iterator[None]:
     if hasattr(cache, "activate_past_recording"):
         cache.activate_past_recording()
 
+    @functools.wraps(generate)
     def first(*args: Any, **kwargs: Any) -> Any:
         if left and kwargs.get(keyword) is None:
             kwargs[keyword] = left.pop()
@@ -71,3 +73,25 @@ def beginning_with(draft: Any, cache: Any) -> Iterator[None]:
         yield
     finally:
         del draft.generate
+
+
+@contextlib.contextmanager
+def verifying_from(target: Any, num_cached: int) -> Iterator[None]:
+    """Within, the first pass of assisted generation leaves out what the target's cache holds.
+
+    Transformers 5.17 to 5.24 give that pass the whole prompt, behind a cache that has most of it.
+    """
+    prepare, is_first = target.prepare_inputs_for_generation, [True]
+
+    @functools.wraps(prepare)  # its arguments are looked at
+    def prepare_rest(input_ids: Any, next_sequence_length: int | None = None, **told: Any) -> Any:
+        if is_first and num_cached and next_sequence_length is None:
+            next_sequence_length = input_ids.shape[1] - num_cached
+        is_first.clear()
+        return prepare(input_ids, next_sequence_length=next_sequence_length, **told)
+
+    target.prepare_inputs_for_generation = prepare_rest
+    try:
+        yield
+    finally:
+        del target.prepare_inputs_for_generation

@@ -179,9 +179,7 @@ class CacheParts:
                 f"each model and dtype"
             )
 
-    def read(
-        self, cache: Any, row: int, tokens: slice, into: Sequence[torch.Tensor], *, states: bool
-    ) -> None:
+    def read(self, cache: Any, row: int, tokens: slice, into: Sequence[torch.Tensor]) -> None:
         """Copy `tokens` of one sequence, and its states, to the front of tensors of one sequence.
 
         Args:
@@ -189,17 +187,16 @@ class CacheParts:
             row: Which sequence.
             tokens: Of the cache's columns; where padding is, these begin behind it.
             into: As `empty_tensors` makes them.
-            states: Whether states are copied too.
         """
         for part, room in zip(self.parts, into, strict=True):
-            tensor = _tensor(cache.layers[part.layer], part)[row]
+            tensor = _tensor(cache.layers[part.layer], part)[row].detach()
             if not part.is_state:
                 room[0, :, : tokens.stop - tokens.start] = tensor[:, tokens]
-            elif states and part.is_window:
+            elif part.is_window:
                 held = min(tensor.shape[1], part.dims[1])
                 room.zero_()  # or what was there before would be stored with it
                 room[0, :, part.dims[1] - held :] = tensor[:, tensor.shape[1] - held :]
-            elif states:
+            else:
                 # One that records its past is longer; what counts is at its end.
                 room[0] = tensor[..., tensor.shape[-1] - part.dims[-1] :]
 

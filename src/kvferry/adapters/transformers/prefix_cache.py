@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from kvferry.adapters.transformers.cache_shape import cache_keyword
-from kvferry.adapters.transformers.generate_call import beginning_with, refuse_unserved
+from kvferry.adapters.transformers.generate_call import (
+    beginning_with,
+    refuse_unserved,
+    verifying_from,
+)
 from kvferry.adapters.transformers.layer_parts import CacheParts, new_cache
 from kvferry.adapters.transformers.sequences import Sequences
 from kvferry.adapters.transformers.served_model import check_model, config_digest, probe
@@ -159,6 +163,7 @@ class PrefixCache:
                 assistant._check_drafts(self.model)
                 draft_cache = assistant._prefilled(input_ids, **common)
                 drafting.enter_context(beginning_with(assistant.model, draft_cache))
+                drafting.enter_context(verifying_from(self.model, self._cached(cache)))
                 told["assistant_model"] = assistant.model
             given = {**told, "attention_mask": mask, self._keyword: cache}
             answer = self.model.generate(input_ids, **given)
@@ -190,7 +195,8 @@ class PrefixCache:
                 return self._restored(tensors, limit)
             limit = max(min(ends), 0)
             if not self._parts.has_states and limit:
-                return self._restored(self._cut(tensors, limit), limit)
+                tensors = [tensor[:, :, :limit].contiguous() for tensor in tensors]
+                return self._restored(tensors, limit)
         return Restored(new_cache(self.model.config), 0)
 
     def prefill(
@@ -264,7 +270,7 @@ class PrefixCache:
             reason = ""
             if count:
                 begin = told.begins[row]
-                self._copy_out(cache, row, slice(begin, begin + count))
+                self._parts.read(cache, row, slice(begin, begin + count), self._pool)
                 handle = self.ferry.store(
                     tokens[:count],
                     has_state=self._parts.has_states,
@@ -353,29 +359,17 @@ class PrefixCache:
                 tensor[row, :, begin : begin + count] = pool[0, :, :count]
         return begin + count
 
-    def _cut(self, tensors: list[Any], end: int) -> list[Any]:
-        return [tensor[:, :, :end].contiguous() for tensor in tensors]
-
     def _restored(self, tensors: list[Any], end: int) -> Restored:
-        import torch
-
         cache = new_cache(self.model.config)
-        with torch.no_grad():
-            self._parts.fill(cache, tensors, end)
+        self._parts.fill(cache, tensors, end)
         return Restored(cache, end)
-
-    def _copy_out(self, cache: Any, row: int, columns: slice) -> None:
-        import torch
-
-        with torch.no_grad():
-            self._parts.read(cache, row, columns, self._pool, states=True)
 
     def _slots(self, count: int) -> dict[str, Any]:
         has_tokens = any(not part.is_state for part in self._parts.parts)
-        told: dict[str, Any] = {"device_slots": np.arange(count)} if has_tokens else {}
-        if self._parts.has_states:
-            told["plane_slots"] = self._parts.plane_slots()
-        return told
+        return {
+            "device_slots": np.arange(count) if has_tokens else None,
+            "plane_slots": self._parts.plane_slots() or None,
+        }
 
     def _cached(self, cache: Any) -> int:
         """How many tokens a cache holds."""
