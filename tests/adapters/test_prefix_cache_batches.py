@@ -165,10 +165,10 @@ def _draft_of(model: Any, noise: float = 0.3) -> Any:
     generator = torch.Generator(draft.device).manual_seed(3)
     with torch.no_grad():
         for weight in draft.parameters():
-            noise = torch.randn(
+            random = torch.randn(
                 weight.shape, generator=generator, device=weight.device, dtype=weight.dtype
             )
-            weight.add_(noise, alpha=noise * float(weight.std()) if weight.ndim > 1 else 0.0)
+            weight.add_(random, alpha=noise * float(weight.std()) if weight.ndim > 1 else 0.0)
     draft.generation_config.num_assistant_tokens = 4
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     draft.generation_config.assistant_confidence_threshold = 0.0
