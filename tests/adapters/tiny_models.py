@@ -23,6 +23,7 @@ _SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
+    "tie_word_embeddings": False,  # or some models say the last token again and again
 }
 _MLA = {
     "num_key_value_heads": 4,

@@ -10,7 +10,7 @@ from typing import Any
 from kvferry.adapters.transformers.cache_shape import cache_keyword
 from kvferry.errors import PlanError
 
-__all__ = ["beginning_with", "refuse_unserved", "verifying_from"]
+__all__ = ["beginning_with", "can_draft_with_windows", "refuse_unserved", "verifying_from"]
 
 _OURS = {
     "cache": "the cache is the one that was restored",
@@ -49,6 +49,15 @@ def refuse_unserved(model: Any, told: Mapping[str, Any]) -> None:
                 f"generate got {name}={count}: a cache whose rows change places is not served; "
                 f"use {name}=1"
             )
+
+
+def can_draft_with_windows() -> bool:
+    """Whether windows of a draft model that propose several tokens keep to their size."""
+    import transformers
+
+    # They do not in 5.17; versions between have not been tried.
+    major, minor = transformers.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (5, 24)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import numpy as np
 from kvferry.adapters.transformers.cache_shape import cache_keyword
 from kvferry.adapters.transformers.generate_call import (
     beginning_with,
+    can_draft_with_windows,
     refuse_unserved,
     verifying_from,
 )
@@ -386,6 +387,11 @@ class PrefixCache:
         return told
 
     def _check_drafts(self, target: Any) -> None:
+        if any(part.is_window for part in self._parts.parts) and not can_draft_with_windows():
+            raise PlanError(
+                f"{type(self.model).__name__} keeps windows, and drafts of such a model go wrong in "
+                f"the transformers installed; use 5.24, or a draft model without windows"
+            )
         if any(part.is_state and not part.is_window for part in self._parts.parts):
             raise PlanError(
                 f"{type(self.model).__name__} keeps recurrent states, and what it drafts cannot be "
