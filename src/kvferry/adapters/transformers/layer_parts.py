@@ -96,6 +96,11 @@ class CacheParts:
         """Whether a prefix can only end where the model stopped."""
         return any(part.is_state for part in self.parts)
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether some layer keeps a row for every token."""
+        return any(not part.is_state for part in self.parts)
+
     def by_plane(self) -> dict[str, list[int]]:
         """The numbers of the parts in each plane; a plane has one size and one dtype."""
         groups: dict[str, dict[tuple[int, str], list[int]]] = {}

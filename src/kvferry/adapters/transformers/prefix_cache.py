@@ -366,9 +366,8 @@ class PrefixCache:
         return Restored(cache, end)
 
     def _slots(self, count: int) -> dict[str, Any]:
-        has_tokens = any(not part.is_state for part in self._parts.parts)
         return {
-            "device_slots": np.arange(count) if has_tokens else None,
+            "device_slots": np.arange(count) if self._parts.has_tokens else None,
             "plane_slots": self._parts.plane_slots() or None,
         }
 
@@ -389,8 +388,8 @@ class PrefixCache:
     def _check_drafts(self, target: Any) -> None:
         if any(part.is_window for part in self._parts.parts) and not can_draft_with_windows():
             raise PlanError(
-                f"{type(self.model).__name__} keeps windows, and drafts of such a model go wrong in "
-                f"the transformers installed; use 5.24, or a draft model without windows"
+                f"{type(self.model).__name__} keeps windows, and such drafts go wrong in the "
+                f"transformers installed; use 5.24, or a draft without windows"
             )
         if any(part.is_state and not part.is_window for part in self._parts.parts):
             raise PlanError(
