@@ -6,8 +6,14 @@
     rest = next_prompt[:, restored.num_tokens :]
     model(rest, **{cache_keyword(model): restored.cache})
 
-Served are caches of one sequence, on the CPU, whose layers keep a key and a value for every token:
-`DynamicCache` without windows and recurrent states.
+or, around `generate`, and kept in host memory and storage by a `KVFerry`:
+
+    with PrefixCache(model, "my-model@rev") as prefixes:
+        answer = prefixes.generate(input_ids, max_new_tokens=20)
+
+`PrefixCache` serves batches, windows and recurrent states, on the CPU and on a GPU. A
+`PrefixCarrier` serves caches of one sequence, on the CPU, whose layers keep a key and a value for
+every token: `DynamicCache` without windows and recurrent states.
 """
 
 from __future__ import annotations
@@ -25,12 +31,16 @@ from kvferry.adapters.transformers.carrier import (
     RestoredPrefix,
     StoredPrefix,
 )
+from kvferry.adapters.transformers.prefix_cache import Kept, PrefixCache, Restored
 
 __all__ = [
     "CacheShape",
+    "Kept",
     "LayerShape",
     "Moved",
+    "PrefixCache",
     "PrefixCarrier",
+    "Restored",
     "RestoredPrefix",
     "StoredPrefix",
     "cache_keyword",
