@@ -43,6 +43,8 @@ def main() -> int:
     unknown = [name for name in chosen if name not in _SCRIPTS]
     if unknown:
         parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(_SCRIPTS)}")
+    if args.results and pathlib.Path.cwd() != _ROOT:
+        args.results = args.results.absolute()
     if args.results:
         args.results.mkdir(parents=True, exist_ok=True)
     failed = [name for name in chosen if not _run(name, args.results, full=args.full)]
@@ -53,13 +55,16 @@ def main() -> int:
 
 def _run(name: str, results: pathlib.Path | None, *, full: bool) -> bool:
     print(f"=== {name}", flush=True)
-    command = [sys.executable, str(_ROOT / "benchmarks" / f"{name}.py")]
+    # As it would be typed there: scripts put their command into what they write.
+    command = [sys.executable, f"benchmarks/{name}.py"]
     if not full:
         command += _SCRIPTS[name].split()
     if results:
         command += ["--json", str(results / f"{name}.json")]
     try:
-        return subprocess.run(command, check=False, timeout=_TIMEOUT_SECS).returncode == 0
+        return (
+            subprocess.run(command, check=False, cwd=_ROOT, timeout=_TIMEOUT_SECS).returncode == 0
+        )
     except subprocess.TimeoutExpired:
         print(f"stopped after {_TIMEOUT_SECS} s", file=sys.stderr)
         return False
