@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
+from tests.adapters.tiny_models import MLA
 
 from kvferry.adapters.transformers import CacheShape, PrefixCarrier, cache_keyword
 from kvferry.errors import (
@@ -42,26 +43,12 @@ _SMALL = {
     "num_attention_heads": 4,
     "max_position_embeddings": 512,
 }
-_MLA = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 40,
-    "q_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 24,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-}
 
 
 def _config(kind: str) -> Any:
     if kind == "gqa":
         return transformers.LlamaConfig(**_SMALL, num_key_value_heads=2)
-    return transformers.DeepseekV3Config(**_SMALL, **_MLA)
+    return transformers.DeepseekV3Config(**_SMALL, **MLA)
 
 
 @functools.cache

@@ -25,7 +25,7 @@ _SMALL = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,  # or some models say the last token again and again
 }
-_MLA = {
+MLA = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 40,
     "q_lora_rank": 32,
@@ -60,7 +60,7 @@ _EXPERTS = {
 # page, nor whole pages.
 _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gqa": ("LlamaConfig", "LlamaForCausalLM", {}),
-    "mla": ("DeepseekV3Config", "DeepseekV3ForCausalLM", _MLA),
+    "mla": ("DeepseekV3Config", "DeepseekV3ForCausalLM", MLA),
     "window": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 24}),
     "some_windows": ("Gemma2Config", "Gemma2ForCausalLM", {"head_dim": 16, "sliding_window": 24}),
     "linear": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {**_LINEAR, **_EXPERTS}),

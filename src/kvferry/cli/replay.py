@@ -102,10 +102,10 @@ def _pages(name: str, text: str | None, slot_bytes: int, *, least: int) -> int |
 
 def _policies(given: list[str]) -> tuple[EvictionPolicyName, str]:
     from kvferry.index import EvictionPolicyName
-    from kvferry.replay import STORE_POLICIES
+    from kvferry.tiers import StorePolicy
 
     chosen = {"eviction": "lru", "store": "write_through"}
-    known = {"eviction": tuple(map(str, EvictionPolicyName)), "store": STORE_POLICIES}
+    known = {"eviction": tuple(map(str, EvictionPolicyName)), "store": tuple(map(str, StorePolicy))}
     told: set[str] = set()
     for name in given:
         kind = next((kind for kind, names in known.items() if name in names), None)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from kvferry.replay.plot import text_plot, write_plot
-from kvferry.replay.simulation import STORE_POLICIES, Replay, ReplayResult, Share, TierResult
+from kvferry.replay.simulation import Replay, ReplayResult, Share, TierResult
 from kvferry.replay.trace import BLOCK_TOKENS, TracedRequest, read_trace
 
 __all__ = [
     "BLOCK_TOKENS",
-    "STORE_POLICIES",
     "Replay",
     "ReplayResult",
     "Share",

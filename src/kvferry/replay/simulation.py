@@ -18,14 +18,13 @@ from kvferry.errors import ConfigError, PrefixIndexError, TraceError
 from kvferry.index import EvictionPolicyName, PrefixIndex
 from kvferry.memory import SlotOwner, SlotOwners
 from kvferry.replay.trace import BLOCK_TOKENS, TracedRequest
+from kvferry.tiers import StorePolicy
 from kvferry.types import Tier
 
-__all__ = ["STORE_POLICIES", "Replay", "ReplayResult", "Share", "TierResult"]
+__all__ = ["Replay", "ReplayResult", "Share", "TierResult"]
 
 _PARTS = 40
 _SELECTIVE_HITS = 2
-STORE_POLICIES = ("write_through", "write_through_selective", "write_back")
-"""When pages go to storage."""
 
 
 @dataclasses.dataclass
@@ -143,21 +142,21 @@ class Replay:
         host_pages: int | None,
         storage_pages: int | None,
         eviction: EvictionPolicyName = EvictionPolicyName.LRU,
-        store: str = "write_through",
+        store: str = StorePolicy.WRITE_THROUGH,
     ) -> None:
         if page_size < 1 or BLOCK_TOKENS % page_size:
             raise ConfigError(
                 f"page_size={page_size} does not divide the {BLOCK_TOKENS} tokens of a traced "
                 f"block; take a power of two up to {BLOCK_TOKENS}"
             )
-        if store not in STORE_POLICIES:
-            raise ConfigError(f"store={store!r} is none of {', '.join(STORE_POLICIES)}")
+        if store not in set(StorePolicy):
+            raise ConfigError(f"store={store!r} is none of {', '.join(StorePolicy)}")
         for name, pages in (("host_pages", host_pages), ("storage_pages", storage_pages)):
             if pages is not None and pages < 0:
                 raise ConfigError(f"{name}={pages}; give 0 or more, or None for no limit")
         self._parts_of_block = BLOCK_TOKENS // page_size
         self._index = PrefixIndex(policy=eviction)
-        self._store = store
+        self._store = StorePolicy(store)
         self._result = ReplayResult(
             page_size,
             page_bytes,
@@ -235,13 +234,14 @@ class Replay:
         result.prefetched_pages += self._place(absent)
         self._place(self._admitted(chain[len(held) :]))
         index.unpin(chain)
-        if self._store != "write_through_selective":  # which counts requests for pages nobody has
+        # The selective one counts requests for pages that nobody has.
+        if self._store != StorePolicy.WRITE_THROUGH_SELECTIVE:
             index.forget(chain[::-1])
 
     def _admitted(self, nodes: Sequence[int]) -> list[int]:
         """Those of the pages that were computed which go to the host."""
         new = [node for node in nodes if self._index.host_slot(node) < 0]
-        if self._store == "write_through_selective":
+        if self._store == StorePolicy.WRITE_THROUGH_SELECTIVE:
             new = [node for node in new if self._index.hits_of(node) >= _SELECTIVE_HITS]
         return new
 
@@ -260,17 +260,17 @@ class Replay:
         assert runs is not None  # noqa: S101  as many are free
         index.set_host(placed, [slot for run in runs for slot in run.slots])
         told.stored_pages += len(placed)
-        if self._store != "write_back":
+        if self._store != StorePolicy.WRITE_BACK:
             self._back_up(placed)
         return len(placed)
 
     def _evict(self, num_pages: int) -> int:
         victims = self._index.evict_host(num_pages)
-        if self._store == "write_back":
+        if self._store == StorePolicy.WRITE_BACK:
             self._back_up(victims)
         self._slots.free(self._index.clear_host(victims), SlotOwner.INDEX)
         self._result.host.evicted_pages += len(victims)
-        if self._store != "write_through_selective":
+        if self._store != StorePolicy.WRITE_THROUGH_SELECTIVE:
             self._index.forget(victims)
         return len(victims)
 
@@ -289,5 +289,5 @@ class Replay:
                 _, oldest = self._stored.popitem(last=False)
                 index.set_stored([oldest], False)
                 told.evicted_pages += 1
-                if self._store != "write_through_selective":
+                if self._store != StorePolicy.WRITE_THROUGH_SELECTIVE:
                     index.forget([oldest])
