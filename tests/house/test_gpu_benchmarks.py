@@ -208,15 +208,16 @@ def test_no_first_token_is_told_of_another_answer(
     wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One logit, one token or one page that differs ends the benchmark."""
-    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch")
     pytest.importorskip("transformers")
     kept = first_token.Measured.kept
 
     def spoiled(self: Any, *given: Any) -> Any:
         found = kept(self, *given)
-        changed = found.hits + 16 if wrong == "hits" else getattr(found, wrong).clone()
-        if torch.is_tensor(changed):
-            changed.view(-1)[-1] += 1
+        if wrong == "hits":
+            return found._replace(hits=found.hits + 16)
+        changed = getattr(found, wrong).clone()
+        changed.view(-1)[-1] += 1
         return found._replace(**{wrong: changed})
 
     monkeypatch.setattr(first_token.Measured, "kept", spoiled)
