@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 
 from kvferry import Geometry, HostPeer, KVFerry, Namespace, Plane, PoolView, SharedHost
+from kvferry.memory.pool_layout import PoolLayout
 from kvferry.tiers import LoadHandle
+from kvferry.types import SlotKind
 
 PAGE = 4
 PLANES = (
@@ -113,8 +115,8 @@ class Keeper:
         self.device = Device(geometry)
         self.host = SharedHost(self.name, num_peers=num_peers)
         namespace = Namespace(model="m", revision="1", dtype="u8", geometry=geometry.fingerprint)
-        slot = geometry.page_bytes + 8 * sum(plane.num_layers for plane in geometry.planes)
-        sections = {**FAST, "host": {"num_bytes": num_slots * (slot + 64)}, **given}
+        num_bytes = PoolLayout(geometry, SlotKind.PAGE).total_bytes(num_slots)
+        sections = {**FAST, "host": {"num_bytes": num_bytes}, **given}
         self.cache = KVFerry(
             geometry, self.device.view, namespace=namespace, shared=self.host, **sections
         )
@@ -152,9 +154,7 @@ class Keeper:
         devices = [Device(geometry) for _ in ranks]
         with ThreadPoolExecutor(len(ranks)) as threads:
             made = [
-                threads.submit(
-                    HostPeer, self.name, geometry, device.view, rank=rank, timeout=60
-                )
+                threads.submit(HostPeer, self.name, geometry, device.view, rank=rank, timeout=60)
                 for rank, device in zip(ranks, devices, strict=True)
             ]
             self.until(lambda: all(one.done() for one in made), "joining")
@@ -194,7 +194,7 @@ def serve(pipe: Connection, name: str, rank: int, told: dict[str, Any], pages: i
 def hold_answers(peer: HostPeer, ticket: Sequence[int]) -> Any:
     """Begin a load whose answer is not sent."""
     answer = peer._host.answer
-    peer._host.answer = lambda moved: None  # type: ignore[method-assign]
+    peer._host.answer = lambda _: None  # type: ignore[method-assign,assignment]
     try:
         return peer.load(ticket, timeout=60)
     finally:
@@ -209,6 +209,7 @@ class PeerProcess:
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self.rank = rank
+        self.ended = False
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(
             target=serve, args=(theirs, name, rank, geometry.to_dict(), pages), daemon=True
@@ -235,7 +236,9 @@ class PeerProcess:
         """kill -9, whatever it is at."""
         self.process.kill()
         self.process.join(30)
+        self.ended = True
         assert not self.process.is_alive()
+        self.process.close()
         self.pipe.close()
 
     def close(self) -> None:
@@ -244,13 +247,13 @@ class PeerProcess:
         assert self.answer() == "closed"
         self.process.join(30)
         assert self.process.exitcode == 0
+        self.process.close()
         self.pipe.close()
+        self.ended = True
 
 
 @contextlib.contextmanager
-def replica(
-    num_ranks: int, **options: Any
-) -> Iterator[tuple[Keeper, dict[int, PeerProcess]]]:
+def replica(num_ranks: int, **options: Any) -> Iterator[tuple[Keeper, dict[int, PeerProcess]]]:
     """A keeper and peers in processes; whoever is still there at the end must close cleanly."""
     keeper = Keeper(num_peers=num_ranks - 1, **options)
     peers: dict[int, PeerProcess] = {}
@@ -264,7 +267,7 @@ def replica(
         keeper.close()
     finally:
         for peer in peers.values():
-            if peer.process.is_alive():
+            if not peer.ended:
                 peer.kill()
         keeper.cache.close(0.1)
 

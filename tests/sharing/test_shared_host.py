@@ -22,13 +22,23 @@ from tests.sharing.replica_rig import (
     open_files,
 )
 
-from kvferry import Geometry, HostPeer, Plane, SharedHost, SlotKind
+from kvferry import (
+    Geometry,
+    HitRule,
+    HostPeer,
+    KVFerry,
+    Namespace,
+    Plane,
+    PoolView,
+    SharedHost,
+    SlotKind,
+)
 from kvferry.errors import ConfigError, PlanError, RankError, RankTimeoutError
 from kvferry.sharing.channel import Channel, address_of, framed
 from kvferry.sharing.messages import Hello
 from kvferry.storage import MemoryBackend
-from kvferry.tiers import PageState, Reason
 from kvferry.testing import flip_host_bit
+from kvferry.tiers import PageState, Reason
 
 PROMPT = list(range(3 * PAGE))
 
@@ -62,9 +72,8 @@ def test_a_load_waits_for_the_last_rank() -> None:
     keys = keeper.store(PROMPT)
     handle, _ = keeper.load(PROMPT, 5)
     first.load(handle.ticket).wait(30)
-    keeper.cache.poll()
+    keeper.until(lambda: [state.pages_held for state in keeper.host.peers()] == [0, 3])
     assert not handle.done
-    assert [state.pages_held for state in keeper.host.peers()] == [0, 3]
     crowd = keeper.store(list(range(100, 100 + 4 * PAGE)))
     assert sum(keeper.cache.explain(list(range(100, 116))).tokens_by_tier.values()) == PAGE
     assert len(crowd) == 4
@@ -184,7 +193,7 @@ def test_rows_that_the_keeper_refuses_are_sent_to_nobody() -> None:
         def reshape(self, *_: int) -> OnDevice:
             return self
 
-    for slots, what in ((np.arange(3 * PAGE) + 10**6, "token slots"), (OnDevice(), "on the host")):
+    for slots, what in ((np.arange(3 * PAGE) + 10**6, "only 96 rows"), (OnDevice(), "on the host")):
         with keeper.cache.match(PROMPT) as found, pytest.raises(PlanError, match=what):
             keeper.cache.load(found, device_slots=slots)
     assert [state.num_loads for state in keeper.host.peers()] == [0]
@@ -223,7 +232,7 @@ def test_a_peer_that_closes_answers_what_it_did_not_begin() -> None:
     peer.close()
     assert not peer.keeper_alive
     handle.wait(30)
-    assert "rank 1 was closed" in handle.error
+    assert handle.error.endswith("was closed")
     keeper.until(lambda: not keeper.host.peers())
     ((again, device),) = keeper.join(1)
     assert again.generation > peer.generation
@@ -236,7 +245,7 @@ def test_a_peer_that_closes_answers_what_it_did_not_begin() -> None:
 
 
 def test_a_cache_that_closes_waits_for_peers_and_says_so() -> None:
-    """With an answer that does not come in time it is not clean, and peers learn that it is gone."""
+    """With an answer that is late it is not clean, and peers learn that it is gone."""
     keeper = Keeper(num_peers=1)
     ((peer, device),) = keeper.join(1)
     keys = keeper.store(PROMPT)
@@ -346,8 +355,8 @@ def test_names() -> None:
     for wrong in ("", "x\0y", "x" * 65):
         with pytest.raises(ConfigError, match="1 to 64 bytes"):
             SharedHost(wrong, num_peers=1)
-    with pytest.raises(ConfigError, match="num_peers=0"):
-        SharedHost(name, num_peers=0)
+    with pytest.raises(ConfigError, match="num_peers=-1"):
+        SharedHost(name, num_peers=-1)
     with pytest.raises(RankTimeoutError, match="nobody keeps a host copy"):
         HostPeer(name, GEOMETRY, Device().view, rank=1, timeout=0.01)
     keeper = Keeper(num_peers=1)
@@ -361,7 +370,7 @@ def test_a_keeper_that_does_not_answer() -> None:
     name = new_name()
     with (
         SharedHost(name, num_peers=1),
-        pytest.raises(RankTimeoutError, match="did not answer within 0.05 s"),
+        pytest.raises(RankTimeoutError, match=r"did not answer within 0\.05 s"),
     ):
         HostPeer(name, GEOMETRY, Device().view, rank=1, timeout=0.05)
 
@@ -380,12 +389,13 @@ def test_a_slow_reader_keeps_nobody_waiting() -> None:
         assert not receiver.ended
         got += new
     assert got == sent
-    sender.send(framed(sent[0]))
+    last = Hello(1, "short")
+    sender.send(framed(last))
     sender.close(timeout=30)
     while not receiver.ended:
         receiver.wait(30)
         got += receiver.receive()
-    assert got[-1] == sent[0]
+    assert got[-1] == last
     receiver.close()
     receiver.close()
 
@@ -446,14 +456,11 @@ def test_a_failure_while_joining_leaves_nothing(monkeypatch: pytest.MonkeyPatch)
 
 def test_checkpoints_are_shared_like_pages() -> None:
     """A model with states has two pools, and a load of it two tickets' worth of jobs."""
-    from kvferry import HitRule
-
     state = Plane(
         name="state", num_layers=2, element_size=40, rows_per_page=1,
         hit_rule=HitRule.exact_boundary(),
     )  # fmt: skip
     geometry = Geometry(planes=(PLANES[0], state), page_size=PAGE)
-    from kvferry import KVFerry, Namespace, PoolView
 
     def tensors(value: int) -> dict[str, Any]:
         return {

@@ -173,12 +173,12 @@ class HostPeer:
     def close(self, timeout: float = 10.0) -> None:
         """End what runs, tell the keeper, and give the memory back; again does nothing.
 
+        Loads that were not begun here fail.
+
         Raises PoolInUseError where a transfer does not end in `timeout` seconds.
         """
         if self._closed:
             return
-        for command in self._host.untaken():
-            self._host.answer(Moved(command.job, error=f"rank {self.rank} was closed"))
         deadline = time.monotonic() + timeout
         while self._data.num_running and (left := deadline - time.monotonic()) > 0:
             self._data.wait(min(left, 0.05))
@@ -187,6 +187,7 @@ class HostPeer:
         self._closed = True
         for engine in self._engines.values():
             engine.close()
+        self._host.say_bye()
         self._host.close()
 
     def __enter__(self) -> Self:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvferry.errors import ConfigError, RankError, RankTimeoutError
 from kvferry.memory import AttachedHostPool
 from kvferry.sharing.channel import Channel, address_of, framed, open_process, process_at
-from kvferry.sharing.messages import PROTOCOL, Answer, Hello, Load, Refused, Welcome
+from kvferry.sharing.messages import PROTOCOL, Answer, Bye, Hello, Load, Refused, Welcome
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,7 +89,8 @@ class JoinedHost:
 
     @property
     def keeper_alive(self) -> bool:
-        """Whether the keeper is there and listens, as far as was seen."""
+        """Whether the keeper is there, and its end of the connection open."""
+        self.hear()
         waiting = select.poll()
         waiting.register(self._process, select.POLLIN)
         return not self._channel.ended and not waiting.poll(0)
@@ -108,12 +109,6 @@ class JoinedHost:
             )
         return command
 
-    def untaken(self) -> list[MovePages]:
-        """What came and was not taken; taken with this."""
-        self.hear()
-        left, self._waiting = list(self._waiting.values()), {}
-        return left
-
     def hear(self) -> None:
         """Take note of what the keeper sent."""
         for message in self._channel.receive():
@@ -124,6 +119,10 @@ class JoinedHost:
     def answer(self, moved: Moved) -> None:
         """Tell the keeper that a load is over."""
         self._channel.send(framed(Answer(moved)))
+
+    def say_bye(self) -> None:
+        """Tell the keeper that nothing is read here any more."""
+        self._channel.send(framed(Bye()))
 
     def wait(self, timeout: float) -> None:
         """Block until the keeper may have said something, at most `timeout` seconds."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from kvferry.tiers import Moved, MovePages, Verify
 from kvferry.types import SlotKind
 
-__all__ = ["PROTOCOL", "Answer", "Hello", "Load", "Message", "Refused", "Welcome"]
+__all__ = ["PROTOCOL", "Answer", "Bye", "Hello", "Load", "Message", "Refused", "Welcome"]
 
 PROTOCOL = 1
 """Goes up when a message changes."""
@@ -57,4 +57,9 @@ class Answer:
     moved: Moved
 
 
-Message = Hello | Welcome | Refused | Load | Answer
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bye:
+    """A peer reads nothing any more, and will not: whatever it owes is not owed."""
+
+
+Message = Bye | Hello | Welcome | Refused | Load | Answer

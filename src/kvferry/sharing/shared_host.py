@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from kvferry.errors import ConfigError, KVFerryError, RankError, RankTimeoutError
 from kvferry.sharing.channel import Channel, address_of, framed, open_process, process_at
-from kvferry.sharing.messages import PROTOCOL, Answer, Hello, Load, Refused, Welcome
+from kvferry.sharing.messages import PROTOCOL, Answer, Bye, Hello, Load, Refused, Welcome
 from kvferry.tiers import Moved, Verify
 
 if TYPE_CHECKING:
@@ -107,16 +107,16 @@ class SharedHost:
     Args:
         name: What peers look for: text, and no file. Nobody else of this user on this machine may
             use it meanwhile.
-        num_peers: How many other ranks there are: 1 to `num_peers`.
+        num_peers: How many other ranks there are: 1 to `num_peers`; 0 where this is the only one.
 
     Raises:
-        ConfigError: The name is none, or taken, or there are no peers, or the system cannot watch
+        ConfigError: The name is none, or taken; `num_peers` is below 0; or the system cannot watch
             processes.
     """
 
     def __init__(self, name: str, *, num_peers: int) -> None:
-        if num_peers < 1:
-            raise ConfigError(f"num_peers={num_peers}: a copy that is shared needs at least 1")
+        if num_peers < 0:
+            raise ConfigError(f"num_peers={num_peers}: give the number of other ranks, from 0 on")
         if not hasattr(os, "pidfd_open"):
             raise ConfigError("a shared host copy needs Linux 5.3 or newer (pidfd_open)")
         self.name = name
@@ -278,6 +278,9 @@ class SharedHost:
         gone = _is_gone(peer.process)
         try:
             for message in peer.channel.receive():
+                if isinstance(message, Bye):
+                    self._forget(peer, "was closed")
+                    return
                 if not isinstance(message, Answer):
                     continue
                 if peer.loads.pop(message.moved.job, _NOT_OWED) is not _NOT_OWED:
@@ -285,15 +288,15 @@ class SharedHost:
         except RankError:  # it cannot be understood, so it is no peer any more
             peer.channel.close()
         if gone or (peer.channel.ended and not peer.loads):
-            self._forget(peer)
+            self._forget(peer, "is gone")
 
-    def _forget(self, peer: _Peer) -> None:
-        """It is gone: whatever its loads read is read by it no more."""
+    def _forget(self, peer: _Peer, why: str) -> None:
+        """Whatever its loads read is read by it no more."""
         del self._peers[peer.generation]
         peer.channel.close()
         os.close(peer.process)
         for job in peer.loads:
-            self._over.append(Owed(peer.generation, Moved(job, error=f"{peer.name} is gone")))
+            self._over.append(Owed(peer.generation, Moved(job, error=f"{peer.name} {why}")))
 
     def _accept(self) -> None:
         while True:
