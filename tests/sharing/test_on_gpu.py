@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -48,6 +49,12 @@ def test_each_rank_pins_the_memory_and_loads_by_its_own_transfers(gpu: FakeGpu) 
     cache.store(tokens, device_slots=rows, stream=CALLER).wait()
     with cache.match(tokens) as found:
         loaded = cache.load(found, device_slots=rows + 20 * ours.page, stream=CALLER)
+    deadline = time.monotonic() + 60
+    while not peer._host._waiting and time.monotonic() < deadline:
+        peer._host.wait(1)
+        peer._host.hear()
+    # The keeper's stream is nothing in another process.
+    assert [command.stream for command in peer._host._waiting.values()] == [None]
     load = peer.load(loaded.ticket)
     for layer in range(2):
         load.wait_layer(layer)

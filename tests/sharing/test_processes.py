@@ -30,6 +30,7 @@ from tests.sharing.replica_rig import (
 from kvferry import Geometry, HostPeer, Plane, SharedHost
 from kvferry.errors import RankError, TransferTimeoutError
 from kvferry.memory import HostPool
+from kvferry.storage import FileBackend
 from kvferry.tiers import PageState, Reason
 from kvferry.types import SlotKind
 
@@ -47,6 +48,7 @@ def _held(keeper: Keeper) -> int:
     return sum(state.pages_held for state in keeper.host.peers())
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_every_rank_loads_the_bytes_that_were_stored(num_ranks: int, soak_factor: int) -> None:
     """Prompts that evict each other in six slots, loaded by ranks that are slow at random."""
@@ -175,6 +177,7 @@ def test_a_rank_that_hangs_up_is_read_by_until_it_ends() -> None:
         assert _held(keeper) == 0
 
 
+@pytest.mark.soak
 def test_ranks_killed_at_random(soak_factor: int) -> None:
     """Wherever it hits them: every load ends, no rank has a wrong byte, nothing stays held."""
     rng = random.Random(5)
@@ -261,6 +264,54 @@ def test_a_killed_keeper_is_an_error_on_its_peers_and_leaves_nothing() -> None:
     assert {path.name for path in _SHM.iterdir()} - before == set()
     child.close()
     assert open_files() == files
+
+
+def _write(pipe: Connection, folder: str, seed: int) -> None:
+    """A keeper that stores prompts and writes them to a folder, until it is killed."""
+    rng = random.Random(seed)
+    storage = FileBackend(folder, capacity_bytes=1 << 20)
+    keeper = Keeper(num_peers=0, storage=storage)
+    pipe.send("begun")
+    while True:
+        keeper.store(_grown(rng))
+
+
+@pytest.mark.soak
+def test_what_a_killed_keeper_wrote_is_whole_or_a_miss(tmp_path: Path, soak_factor: int) -> None:
+    """Killed at random while it writes: the next one, and its peer, load nothing that is wrong."""
+    rng = random.Random(11)
+    context = multiprocessing.get_context("spawn")
+    found = 0
+    for seed in range(4 * soak_factor):
+        pipe, theirs = context.Pipe()
+        child = context.Process(target=_write, args=(theirs, str(tmp_path), seed), daemon=True)
+        child.start()
+        theirs.close()
+        assert pipe.poll(60)
+        assert pipe.recv() == "begun"
+        # Not a wait for anything: the moment at which it is killed.
+        pipe.poll(rng.uniform(0, 0.1))
+        child.kill()
+        child.join(30)
+        child.close()
+        pipe.close()
+        storage = FileBackend(str(tmp_path), capacity_bytes=1 << 20)
+        keeper = Keeper(num_peers=1, storage=storage)
+        ((peer, device),) = keeper.join(1)
+        for _ in range(5):
+            prompt = _grown(rng)
+            keeper.cache.prefetch(prompt).wait(30)
+            handle, keys = keeper.load(prompt, 3)
+            if not keys:
+                continue
+            peer.load(handle.ticket).wait(30)
+            handle.wait(30)
+            assert handle.usable_tokens == len(keys) * PAGE
+            assert keeper.device.wrong(keys, 3) == device.wrong(keys, 3) == []
+            found += len(keys)
+        peer.close()
+        keeper.close()
+    assert found > 0
 
 
 # ------------------------------------------------------------------------- what it takes

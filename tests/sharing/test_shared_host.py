@@ -36,9 +36,10 @@ from kvferry import (
 from kvferry.errors import ConfigError, PlanError, RankError, RankTimeoutError
 from kvferry.sharing.channel import Channel, address_of, framed
 from kvferry.sharing.messages import Hello
+from kvferry.sharing.shared_plane import _Load
 from kvferry.storage import MemoryBackend
 from kvferry.testing import flip_host_bit
-from kvferry.tiers import PageState, Reason
+from kvferry.tiers import Moved, PageState, Reason
 
 PROMPT = list(range(3 * PAGE))
 
@@ -102,6 +103,19 @@ def test_a_page_that_is_bad_on_one_rank_is_bad_for_all() -> None:
     keeper.until(lambda: keeper.cache.match(PROMPT).num_tokens == PAGE)
     peer.close()
     keeper.close()
+
+
+def test_what_one_rank_did_not_verify_is_not_verified() -> None:
+    """Answers of all ranks make one: the worst of each, and the keeper's own figures."""
+    load = _Load()
+    load.own = Moved(7, verified=True, bad_pages=(2,), path="cpu", num_bytes=5)
+    load.told = [Moved(7, verified=True, bad_pages=(1, 2)), Moved(7, path="x", num_bytes=9)]
+    load.owed = {3}
+    assert load.merged() is None
+    load.owed.clear()
+    assert load.merged() == Moved(7, verified=False, bad_pages=(1, 2), path="cpu", num_bytes=5)
+    load.told.append(Moved(7, error="gone"))
+    assert load.merged() == Moved(7, error="gone", path="cpu", num_bytes=5)
 
 
 def test_one_object_a_page_in_storage() -> None:
@@ -373,6 +387,38 @@ def test_a_keeper_that_does_not_answer() -> None:
         pytest.raises(RankTimeoutError, match=r"did not answer within 0\.05 s"),
     ):
         HostPeer(name, GEOMETRY, Device().view, rank=1, timeout=0.05)
+
+
+def test_an_idle_keeper_lets_peers_in() -> None:
+    """One that waits for its own work, and has none, answers who wants to join."""
+    keeper = Keeper(num_peers=1)
+    device = Device()
+    with ThreadPoolExecutor(1) as threads:
+        made = threads.submit(HostPeer, keeper.name, GEOMETRY, device.view, rank=1, timeout=20)
+        while keeper.host.missing_ranks() and not made.done():
+            keeper.cache.wait(40)
+        made.result().close()
+    keeper.close()
+
+
+def test_storage_is_not_waited_for_behind_a_peer() -> None:
+    """A prefetch comes to its end while a rank takes its time; and the other way round."""
+    keeper = Keeper(num_peers=1, num_slots=8, storage=MemoryBackend())
+    ((peer, device),) = keeper.join(1)
+    other = keeper.store(list(range(100, 100 + 2 * PAGE)))
+    assert keeper.cache.flush().complete
+    keeper.cache.reset()
+    keys = keeper.store(PROMPT)
+    handle, _ = keeper.load(PROMPT, 5)
+    fetch = keeper.cache.prefetch(list(range(100, 100 + 2 * PAGE)))
+    fetch.wait(30)
+    assert fetch.result().num_tokens == len(other) * PAGE
+    assert not handle.done
+    peer.load(handle.ticket).wait(30)
+    handle.wait(30)
+    assert device.wrong(keys, 5) == []
+    peer.close()
+    keeper.close()
 
 
 def test_a_slow_reader_keeps_nobody_waiting() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import TYPE_CHECKING
 
 from kvferry.errors import PlanError
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedDataPlane"]
 
-# While peers owe answers, their connections and the transfers and threads here take turns.
 _TURN_SECS = 0.01
 
 
@@ -111,13 +111,20 @@ class SharedDataPlane(DataPlane):
 
     def wait(self, timeout: float) -> bool:
         """As `DataPlane.wait`."""
-        if not self._loads:
-            return super().wait(timeout)
-        if self._host.wait(0.0):
-            return True
-        if super().wait(min(timeout, _TURN_SECS)):
-            return True
-        return self._host.wait(min(max(0.0, timeout - _TURN_SECS), _TURN_SECS))
+        deadline = time.monotonic() + timeout
+        while not self._ready and not self._host.wait(0.0):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            # What peers say and what happens here cannot be waited for at once. One is waited for,
+            # and the other looked at in between.
+            turn = min(left, _TURN_SECS)
+            is_theirs = bool(self._loads) and not self.num_running
+            if self._host.wait(turn) if is_theirs else super().wait(turn):
+                return True
+            if is_theirs and super().wait(0.0):
+                return True
+        return True
 
     def close(self, timeout: float) -> bool:
         """As `DataPlane.close`, and take leave of the peers."""
@@ -127,10 +134,9 @@ class SharedDataPlane(DataPlane):
 
     def _hear(self) -> None:
         for one in self._host.poll():
-            load = self._loads.get(one.moved.job)
-            if load is not None and one.generation in load.owed:
-                load.owed.discard(one.generation)
-                load.told.append(one.moved)
+            load = self._loads[one.moved.job]  # it is here until nobody owes it
+            load.owed.discard(one.generation)
+            load.told.append(one.moved)
 
 
 def _check_on_host(command: MovePages) -> None:
