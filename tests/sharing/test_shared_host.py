@@ -34,6 +34,7 @@ from kvferry import (
     SlotKind,
 )
 from kvferry.errors import ConfigError, PlanError, RankError, RankTimeoutError
+from kvferry.ranks import ThreadRanks
 from kvferry.sharing.channel import Channel, address_of, framed
 from kvferry.sharing.messages import Hello
 from kvferry.sharing.shared_plane import _Load
@@ -419,6 +420,28 @@ def test_storage_is_not_waited_for_behind_a_peer() -> None:
     assert device.wrong(keys, 5) == []
     peer.close()
     keeper.close()
+
+
+def test_machines_agree_by_their_keepers() -> None:
+    """Two machines with a keeper and a peer each: all four load what both machines have."""
+    told: dict[int, Any] = {}
+
+    def machine(ranks: ThreadRanks) -> None:
+        keeper = Keeper(num_peers=1, ranks=ranks)
+        ((peer, device),) = keeper.join(1)
+        keys = keeper.store(PROMPT if ranks.rank else PROMPT[: 2 * PAGE])[:2]
+        handle, _ = keeper.load(PROMPT, 5)
+        peer.load(handle.ticket).wait(30)
+        handle.wait(30)
+        wrong = [*keeper.device.wrong(keys, 5), *device.wrong(keys, 5)]
+        told[ranks.rank] = (handle.num_tokens, handle.agreed_tokens(), wrong)
+        peer.close()
+        keeper.close()
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(machine, ranks) for ranks in ThreadRanks.make(2)]:
+            done.result(60)
+    assert told == {0: (2 * PAGE, 2 * PAGE, []), 1: (2 * PAGE, 2 * PAGE, [])}
 
 
 def test_a_slow_reader_keeps_nobody_waiting() -> None:

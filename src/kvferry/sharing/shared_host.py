@@ -102,7 +102,8 @@ class SharedHost:
     """One host copy for the ranks of one machine whose bytes are the same, seen by its keeper.
 
     The keeper is rank 0 of the machine. Give this to its `KVFerry`, which closes it; every other
-    rank makes a `HostPeer` of the same name. Belongs to the thread of the cache.
+    rank makes a `HostPeer` of the same name. Belongs to the thread of the cache. It is a context
+    manager too, for when there may be no cache to close it.
 
     Args:
         name: What peers look for: text, and no file. Nobody else of this user on this machine may
@@ -302,7 +303,10 @@ class SharedHost:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except (BlockingIOError, ConnectionError):
+            except BlockingIOError:
+                return
+            except OSError:  # it is gone, or there are no descriptors left for it
+                self.num_refused += 1
                 return
             try:
                 pid = process_at(connection)
