@@ -42,6 +42,8 @@ _TESTS = (
 )
 # Tests of the cache, in a step of their own: they take about as long as all others.
 _CACHE_TESTS = ("tests/gpu/test_cache.py",)
+# Each starts a process with torch and a context of its own.
+_RANK_TESTS = ("tests/gpu/test_shared_host.py",)
 # Other versions of torch and numpy warn about other things, and plug-ins of the machine about
 # themselves: that is no failure. What a destructor or a thread swallows is one.
 _PYTEST_OPTIONS = (
@@ -175,12 +177,14 @@ def _steps(*, quick: bool) -> Iterator[_Step]:
     python = sys.executable
     # Where torch sees no GPU every test is skipped, which pytest counts as success.
     tested = r"\b[1-9]\d* passed\b"
-    others = tuple(f"--ignore={name}" for name in _CACHE_TESTS)
+    others = tuple(f"--ignore={name}" for name in (*_CACHE_TESTS, *_RANK_TESTS))
     tests = (python, "-m", "pytest", *_TESTS, *others, *_PYTEST_OPTIONS)
     yield _Step("pytest", tests, 240, must_print=tested)
     # What is skipped is named, with its reason: storage needs a package that may not be there.
     of_cache = (python, "-m", "pytest", *_CACHE_TESTS, *_PYTEST_OPTIONS, "-rs")
     yield _Step("cache", of_cache, 240, must_print=tested)
+    of_ranks = (python, "-m", "pytest", *_RANK_TESTS, *_PYTEST_OPTIONS)
+    yield _Step("ranks", of_ranks, 240, must_print=tested)
     selftest = ("selftest", "--json", *(("--quick",) if quick else ()))
     yield _Step("selftest", (python, "-m", "kvferry", *selftest), 150, prints_json=True)
     yield _Step("doctor", (python, "-m", "kvferry", "doctor", "--json"), 90, prints_json=True)
