@@ -33,7 +33,7 @@ from kvferry import (
     SharedHost,
     SlotKind,
 )
-from kvferry.errors import ConfigError, PlanError, RankError, RankTimeoutError
+from kvferry.errors import ConfigError, PlanError, PoolInUseError, RankError, RankTimeoutError
 from kvferry.ranks import ThreadRanks
 from kvferry.sharing.channel import Channel, address_of, framed
 from kvferry.sharing.messages import Hello
@@ -256,6 +256,28 @@ def test_a_peer_that_closes_answers_what_it_did_not_begin() -> None:
     handle.wait(30)
     assert device.wrong(keys, 5) == []
     again.close()
+    keeper.close()
+
+
+def test_a_peer_that_cannot_let_go_says_nothing() -> None:
+    """While its memory is in use the keeper is not told that it is not; closed again, it is."""
+    keeper = Keeper(num_peers=1)
+    ((peer, _),) = keeper.join(1)
+    keeper.store(PROMPT)
+    handle, _ = keeper.load(PROMPT, 5)
+    hold_answers(peer, handle.ticket)
+    (pool,) = peer._host.pools.values()
+    pool.acquire()
+    with pytest.raises(PoolInUseError):
+        peer.close()
+    keeper.cache.wait(0.05)
+    assert [state.pages_held for state in keeper.host.peers()] == [3]
+    with pytest.raises(RankError, match="was closed"):
+        peer.load((1,))
+    pool.release()
+    peer.close()
+    handle.wait(30)
+    assert handle.error.endswith("was closed")
     keeper.close()
 
 

@@ -171,23 +171,22 @@ class HostPeer:
         self.poll()
 
     def close(self, timeout: float = 10.0) -> None:
-        """End what runs, tell the keeper, and give the memory back; again does nothing.
+        """End what runs, tell the keeper, and give the memory back; once closed, a no-op.
 
         Loads that were not begun here fail.
 
-        Raises PoolInUseError where a transfer does not end in `timeout` seconds.
+        Raises PoolInUseError where the memory is still in use, as by a transfer that does not end
+        in `timeout` seconds: the keeper goes on holding it, and `close` may be called again.
         """
-        if self._closed:
-            return
-        deadline = time.monotonic() + timeout
-        while self._data.num_running and (left := deadline - time.monotonic()) > 0:
-            self._data.wait(min(left, 0.05))
+        if not self._closed:
+            deadline = time.monotonic() + timeout
+            while self._data.num_running and (left := deadline - time.monotonic()) > 0:
+                self._data.wait(min(left, 0.05))
+                self._tell(None)
             self._tell(None)
-        self._tell(None)
-        self._closed = True
-        for engine in self._engines.values():
-            engine.close()
-        self._host.say_bye()
+            self._closed = True
+            for engine in self._engines.values():
+                engine.close()
         self._host.close()
 
     def __enter__(self) -> Self:

@@ -29,6 +29,8 @@ _LENGTH = struct.Struct("<Q")
 # Far more than the indices of any load take. What is longer was not sent by this code.
 _MAX_FRAME_BYTES = 1 << 32
 _RECEIVE_BYTES = 1 << 20
+# For a thread whose socket was shut down, and which has nothing more to wait for.
+_END_SECS = 10.0
 _CREDENTIALS = struct.Struct("3i")
 _MAX_NAME_BYTES = 64
 # What pickle says of something that another version made, or nobody did.
@@ -214,7 +216,7 @@ class Channel:
         with contextlib.suppress(OSError):  # the other end may be gone; a sender that waits ends
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._sender is not None:
-            self._sender.join()
+            self._sender.join(_END_SECS)
         self._socket.close()
 
     def _send_all(self) -> None:

@@ -120,25 +120,24 @@ class JoinedHost:
         """Tell the keeper that a load is over."""
         self._channel.send(framed(Answer(moved)))
 
-    def say_bye(self) -> None:
-        """Tell the keeper that nothing is read here any more."""
-        self._channel.send(framed(Bye()))
-
     def wait(self, timeout: float) -> None:
         """Block until the keeper may have said something, at most `timeout` seconds."""
         self._channel.wait(timeout)
 
     def close(self, timeout: float = 1.0) -> None:
-        """Tell what is to be told, close the connection, and unmap the pools. Again does nothing.
+        """Unmap the pools, tell the keeper so, and close the connection; once closed, a no-op.
 
-        Raises PoolInUseError while a transfer uses a pool; the others are closed.
+        Raises PoolInUseError while a transfer uses a pool. The keeper is told nothing then, and
+        holds what is read here; `close` may be called again.
         """
-        if not self._channel.closed:
-            self._channel.close(timeout)
-            os.close(self._process)
         with contextlib.ExitStack() as each:
             for pool in self.pools.values():
                 each.callback(pool.close)
+        if not self._channel.closed:
+            if self.pools:
+                self._channel.send(framed(Bye()))
+            self._channel.close(timeout)
+            os.close(self._process)
 
 
 def _connected(name: str, deadline: float, timeout: float) -> socket.socket:
