@@ -131,9 +131,13 @@ class HostPeer:
         for job in ticket:
             if self._closed:
                 raise RankError(f"rank {self.rank} was closed: make a new HostPeer")
-            while (command := self._host.take(job)) is None:
+            while True:
+                # Looked at first: what a keeper sent before it died can be loaded.
+                is_alive = self._host.keeper_alive
+                if (command := self._host.take(job)) is not None:
+                    break
                 left = deadline - time.monotonic()
-                if not self._host.keeper_alive:
+                if not is_alive:
                     raise RankError(
                         f"the keeper (process {self._host.keeper_pid}) is gone: close this peer, "
                         f"and make a new one when it is back"

@@ -239,7 +239,7 @@ class SharedHost:
         return bool(waiting.poll(max(0.0, timeout) * 1000))
 
     def close(self, timeout: float = 1.0) -> None:
-        """Take leave of all peers, whose loads fail from now on; again does nothing."""
+        """Take leave of all peers. What they owe has failed; again does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -249,6 +249,10 @@ class SharedHost:
         for peer in self._peers.values():
             peer.channel.close(timeout)
             os.close(peer.process)
+            # What they read is mapped by themselves, and nobody writes to it any more.
+            for job in peer.loads:
+                error = f"the keeper closed before {peer.name} answered"
+                self._over.append(Owed(peer.generation, Moved(job, error=error)))
         self._guests.clear()
         self._peers.clear()
 
