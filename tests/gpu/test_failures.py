@@ -52,7 +52,9 @@ def _fail_from_call(
 
 
 def _check_failed(handle: TransferHandle) -> None:
-    with pytest.raises(TransferFaultError, match=r"pages on path (staged )?flat failed: injected"):
+    with pytest.raises(
+        TransferFaultError, match=r"pages on path (staged (interpreted )?)?flat failed: injected"
+    ):
         handle.wait()
     assert handle.done
     assert isinstance(handle.error, TransferFaultError)
