@@ -41,6 +41,7 @@ from kvferry.tiers.state import TRANSITIONS, Actor, PageState, SlotLedger
 from kvferry.tiers.stats import TierStats
 from kvferry.tiers.storage_desk import ProbeHandle
 from kvferry.tiers.storage_workers import storage_key
+from kvferry.tiers.waits import check_seconds
 
 __all__ = [
     "TRANSITIONS",
@@ -87,6 +88,7 @@ __all__ = [
     "Verify",
     "WorkerFault",
     "WritePages",
+    "check_seconds",
     "check_whole",
     "storage_key",
 ]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvferry.errors import CacheError, TransferTimeoutError
 from kvferry.tiers.policy import Reason
+from kvferry.tiers.waits import check_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -67,7 +68,7 @@ class TierHandle:
 
     def wait(self, timeout: float = DEFAULT_TIMEOUT_SECS) -> None:
         """Block until `done`; TransferTimeoutError after `timeout` seconds, and it goes on."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + check_seconds("timeout", timeout)
         while not self.done:
             left = deadline - time.monotonic()
             if left <= 0:
