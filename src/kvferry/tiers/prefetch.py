@@ -9,6 +9,7 @@ from kvferry.tiers.commands import Found, ProbeStorage, ReadPages, StorageDone
 from kvferry.tiers.fetch import FetchHandle, FetchStage, PageFetch
 from kvferry.tiers.fetch_reads import FetchReads
 from kvferry.tiers.handles import FetchResult
+from kvferry.tiers.interrupts import undivided
 from kvferry.tiers.jobs import Job, answer
 from kvferry.tiers.policy import Reason
 from kvferry.tiers.restore import leading
@@ -152,6 +153,7 @@ class Prefetch:
             ),
         )
 
+    @undivided
     def look(self, fetch: FetchHandle) -> FetchResult | None:
         """See `FetchHandle.look`."""
         if not fetch.done:
@@ -166,6 +168,7 @@ class Prefetch:
         here = control.usable_on_host(control.chain_nodes(fetch.keys))
         return FetchResult(here * control.page_size, fetch.num_fetched, fetch.reason)
 
+    @undivided
     def stop(self, fetch: FetchHandle, reason: Reason) -> None:
         """End `fetch`; what is being read is parked, what was read behind a hole goes."""
         if fetch.done:
