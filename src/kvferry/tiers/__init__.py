@@ -23,7 +23,14 @@ from kvferry.tiers.commands import (
 )
 from kvferry.tiers.data_plane import DataPlane, RunningTransfer
 from kvferry.tiers.fetch import FetchHandle
-from kvferry.tiers.handles import EvictHandle, FetchResult, LoadHandle, Match, StoreHandle
+from kvferry.tiers.handles import (
+    EvictHandle,
+    FetchResult,
+    LoadHandle,
+    Match,
+    ProbeHandle,
+    StoreHandle,
+)
 from kvferry.tiers.host_tier import HostTier, SlotPool
 from kvferry.tiers.link import LinkState
 from kvferry.tiers.manager import TierManager
@@ -39,7 +46,6 @@ from kvferry.tiers.rows import DeviceSlots, check_whole
 from kvferry.tiers.split import CommandQueue
 from kvferry.tiers.state import TRANSITIONS, Actor, PageState, SlotLedger
 from kvferry.tiers.stats import TierStats
-from kvferry.tiers.storage_desk import ProbeHandle
 from kvferry.tiers.storage_workers import storage_key
 from kvferry.tiers.waits import check_seconds
 

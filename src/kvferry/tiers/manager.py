@@ -20,7 +20,8 @@ from kvferry.tiers.commands import (
     WorkerFault,
 )
 from kvferry.tiers.control import Control
-from kvferry.tiers.handles import EvictHandle, LoadHandle, Match, StoreHandle
+from kvferry.tiers.fetch import FetchHandle
+from kvferry.tiers.handles import EvictHandle, LoadHandle, Match, ProbeHandle, StoreHandle
 from kvferry.tiers.host_tier import HostTier
 from kvferry.tiers.interrupts import undivided
 from kvferry.tiers.jobs import Jobs
@@ -29,25 +30,25 @@ from kvferry.tiers.loads import Loads
 from kvferry.tiers.policy import Reason, TierOptions
 from kvferry.tiers.prefetch import Prefetch
 from kvferry.tiers.restore import RestoreRule, longest
+from kvferry.tiers.rows import check_whole
 from kvferry.tiers.state import Actor
 from kvferry.tiers.stats import LookUp, TierStats, backup_gaps, look_up, tier_stats
 from kvferry.tiers.storage_desk import StorageDesk
 from kvferry.tiers.stores import Stores
+from kvferry.tiers.work import LoadWork, StoreWork
 from kvferry.types import SlotKind, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvferry.geometry import Geometry
-    from kvferry.index import Lease, PrefixIndex
+    from kvferry.index import PrefixIndex
     from kvferry.metrics import MetricsSink
     from kvferry.ranks import Ranks
-    from kvferry.tiers.fetch import FetchHandle
     from kvferry.tiers.handles import Pump
     from kvferry.tiers.host_tier import SlotPool
     from kvferry.tiers.jobs import DataLink
     from kvferry.tiers.rows import DeviceSlots
-    from kvferry.tiers.storage_desk import ProbeHandle
 
 __all__ = ["TierManager"]
 
@@ -170,26 +171,22 @@ class TierManager:
         reason = Reason.NONE if agreed == len(keys) else Reason.NOTHING_FOUND
         by_tier = {Tier.HOST: here * size, Tier.STORAGE: (stored - here) * size}
         control.metrics.matched(by_tier, (len(keys) - stored) * size)
-        lease = self._lease(nodes[:agreed]) if agreed else None
+        life = control.life
         return Match(
-            manager=self,
-            keys=keys,
-            num_tokens=agreed * size,
+            keys,
+            agreed * size,
             tokens_by_tier=by_tier,
             reason=reason,
-            life=control.life,
-            lease=lease,
+            is_stale=lambda: control.life != life,
+            release=self._keep(nodes[:agreed]) if agreed else None,
         )
 
     @undivided
-    def _lease(self, nodes: Sequence[int]) -> Lease:
-        # Where the caller is interrupted just now, nobody has it: it ends by itself then.
-        return self._control.index.lease(nodes, seconds=self._control.options.lease_secs)
-
-    @undivided
-    def release(self, lease: Lease) -> bool:
-        """Give a match's lease back; False if it had ended."""
-        return self._control.index.release(lease)
+    def _keep(self, nodes: Sequence[int]) -> Callable[[], bool]:
+        """Keep pages for a match; what lets them go. They go by themselves after a while, too."""
+        index = self._control.index
+        lease = index.lease(nodes, seconds=self._control.options.lease_secs)
+        return undivided(functools.partial(index.release, lease))
 
     @undivided
     def load(
@@ -203,19 +200,20 @@ class TierManager:
     ) -> LoadHandle:
         """Load what was found, from `skip_tokens` on. Nothing below that is written."""
         self._check_open()
-        handle = LoadHandle(self._control.pump, skip_tokens=skip_tokens, of_pages=len(found.keys))
-        handle.manager = self
-        if found.life != self._control.life:
-            handle.done, handle.reason, handle.usable = True, Reason.STALE_MATCH, skip_tokens
-            return handle
-        return self._loads.load(
-            found.keys,
-            rows,
-            handle,
-            limit=found.num_tokens // self._control.page_size,
-            has_state_slots=has_state_slots,
-            stream=stream,
-        )
+        skip = check_whole("skip_tokens", skip_tokens)
+        work = LoadWork(skip_tokens=skip, of_pages=len(found.keys), num_tokens=skip, usable=skip)
+        if found.is_stale:
+            work.done, work.reason = True, Reason.STALE_MATCH
+        else:
+            self._loads.load(
+                found.keys,
+                rows,
+                work,
+                limit=found.num_tokens // self._control.page_size,
+                has_state_slots=has_state_slots,
+                stream=stream,
+            )
+        return LoadHandle(work, self._control.pump, self._agree_loaded)
 
     @undivided
     def store(
@@ -230,22 +228,24 @@ class TierManager:
     ) -> StoreHandle:
         """Offer filled pages of a prompt, from its first on, as `Stores.store` says."""
         self._check_open()
-        make = EvictHandle if evicting else StoreHandle
-        return self._stores.store(
+        work = StoreWork(num_pages=len(keys))
+        self._stores.store(
             keys,
             rows,
-            make(self._control.pump, num_pages=len(keys)),
+            work,
             evicting=evicting,
             state_page=state_page,
             priority=priority,
             stream=stream,
         )
+        return (EvictHandle if evicting else StoreHandle)(work, self._control.pump)
 
     @undivided
     def prefetch(self, keys: Sequence[bytes], *, forced: bool = False) -> FetchHandle:
         """Begin to bring what storage has of a prompt to the host. `forced`: however little."""
         self._check_open()
-        return self._prefetch.start(keys, forced=forced)
+        fetch = self._prefetch.start(keys, forced=forced)
+        return FetchHandle(fetch, self._control.pump, self._prefetch)
 
     def poll(self) -> int:
         """Take the data plane's answers, and do what follows; how many there were. Never blocks."""
@@ -269,8 +269,7 @@ class TierManager:
         control.tell_levels()
         return count
 
-    def agree_loaded(self, load: LoadHandle, timeout: float | None = None) -> int:
-        """How many tokens of a load that is over all ranks can use."""
+    def _agree_loaded(self, load: LoadWork, timeout: float | None) -> int:
         return self._agreement.loaded(load, self._control.rule, self._control.page_size, timeout)
 
     # ---------------------------------------------------------------- storage
@@ -290,12 +289,12 @@ class TierManager:
     def probe(self, keys: Sequence[bytes]) -> ProbeHandle:
         """Ask storage which of these pages it has."""
         self._check_open()
-        return self._storage.probe(keys)
+        return ProbeHandle(self._storage.probe(keys), self._control.pump)
 
     @undivided
     def confirm_stored(self) -> list[ProbeHandle]:
         """Ask storage for the host's pages that it is thought to have, see `StorageDesk`."""
-        return self._storage.confirm()
+        return [ProbeHandle(one, self._control.pump) for one in self._storage.confirm()]
 
     # ---------------------------------------------------------------- ends
 
