@@ -35,6 +35,7 @@ from kvferry.tiers.host_tier import HostTier, SlotPool
 from kvferry.tiers.link import LinkState
 from kvferry.tiers.manager import TierManager
 from kvferry.tiers.policy import (
+    HitCounter,
     PrefetchPolicy,
     Reason,
     StorePolicy,
@@ -66,6 +67,7 @@ __all__ = [
     "FetchHandle",
     "FetchResult",
     "Found",
+    "HitCounter",
     "HostTier",
     "LinkState",
     "LoadHandle",
