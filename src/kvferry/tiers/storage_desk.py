@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvferry.errors import CacheError
+from kvferry.storage import ItemStatus
 from kvferry.tiers.commands import (
     DetachStorage,
     Found,
@@ -46,11 +47,14 @@ class _ProbeJob(Job):
 
 
 class _QuarantineJob(Job):
-    def __init__(self, kind: SlotKind) -> None:
+    def __init__(self, desk: StorageDesk, kind: SlotKind, keys: Sequence[bytes]) -> None:
         self.kind = kind
+        self.keys = keys
+        self._desk = desk
+        self.generation, _ = desk.stamp()
 
     def finish(self, completion: Completion) -> None:
-        completion = answer(completion, StorageDone)
+        self._desk.quarantined(self, answer(completion, StorageDone))
 
 
 class _DetachJob(Job):
@@ -172,22 +176,34 @@ class StorageDesk:
         probe.done = True
 
     def quarantine(self, kind: SlotKind, keys: Sequence[bytes]) -> None:
-        """Pages with wrong bytes are taken out of storage too, where they may have come from."""
+        """Copies of these pages had wrong bytes. Storage looks whether its own have, too.
+
+        They may be good: bytes that changed on the host did so after they were written, or before.
+        """
         control = self._control
-        nodes = [node for key in keys if (node := control.index.node_of(key)) is not None]
-        is_there = bool(keys) and control.link.state is LinkState.ATTACHED
-        if is_there:
-            control.tell_quarantined(Tier.STORAGE, kind, nodes, "digest")
-        control.hints.drop(kind, keys)
-        if not is_there:
+        if not keys or control.link.state is not LinkState.ATTACHED:
+            control.hints.drop(kind, keys)
             return
-        if kind is SlotKind.PAGE:
-            for key in keys:
-                control.link.misses.add(key)
-        generation = control.link.generation
+        job = _QuarantineJob(self, kind, keys)
         control.jobs.start(
-            _QuarantineJob(kind),
+            job,
             lambda number: Quarantine(
-                job=number, generation=generation, kind=kind, keys=tuple(keys)
+                job=number, generation=job.generation, kind=kind, keys=tuple(keys)
             ),
         )
+
+    def quarantined(self, job: _QuarantineJob, done: StorageDone) -> None:
+        """Storage has looked at its copies."""
+        control, kind = self._control, job.kind
+        if not control.link.is_current(job.generation):
+            return
+        found = list(zip(job.keys, done.statuses, strict=True))
+        bad = [key for key, status in found if status is ItemStatus.CORRUPT]
+        nodes = [node for key in bad if (node := control.index.node_of(key)) is not None]
+        control.tell_quarantined(Tier.STORAGE, kind, nodes, "digest")
+        # One that cannot be read just now is not to be waited for either.
+        lost = [key for key, status in found if status is not ItemStatus.OK]
+        control.hints.drop(kind, lost)
+        if kind is SlotKind.PAGE:
+            for key in lost:
+                control.link.misses.add(key)
