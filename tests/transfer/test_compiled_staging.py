@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.transfer.conftest import only_staged
-from tests.transfer.device_rig import latent
+from tests.transfer.device_rig import DeviceRig, latent
 from tests.transfer.fake_gpu import FakeGpu, Status
 from tests.transfer.scene import Scene, context_of, staged_bytes
 
-from kvferry.errors import ConfigError, PinError, TransferFaultError
+from kvferry.errors import ConfigError, DriverTooOldError, PinError, TransferFaultError
 from kvferry.geometry import Geometry, Plane
-from kvferry.kernels import native_library, staged_call, submits_compiled
+from kvferry.kernels import native, native_library, submit_staged
 from kvferry.kernels.transfer_args import TransferArgs
 from kvferry.memory.pin_driver import ContextPinDriver
 from kvferry.transfer import TransferHandle, movers
@@ -217,15 +217,15 @@ def test_each_call_that_is_refused_is_named(
     scene = Scene(gpu, latent(576, 4), 8)
     slots = np.arange(24) if function == "cuMemcpy2DAsync" else np.arange(24)[::-1].copy()
     compiled = scene.engine._carrier._staged._compiled  # type: ignore[attr-defined]
-    submit, refused = staged_call.submit_staged, [0]
+    num_refused = 0
     for nth in range(40):
         left = iter(range(nth))
         inside = [False]
 
-        def only_inside(told: Any, inside: list[bool] = inside) -> int:
+        def only_inside(library: Any, told: Any, inside: list[bool] = inside) -> int:
             inside[0] = True
             try:
-                return submit(told)
+                return submit_staged(library, told)
             finally:
                 inside[0] = False
 
@@ -239,7 +239,7 @@ def test_each_call_that_is_refused_is_named(
             handle = (scene.rig.load if is_load else scene.rig.store)(scene.engine, slots, rows)
         if not found:
             break
-        refused[0] += 1
+        num_refused += 1
         with pytest.raises(TransferFaultError, match=words):
             handle.wait()
         # What it did to its own pages is undefined: all of them are written anew.
@@ -248,7 +248,7 @@ def test_each_call_that_is_refused_is_named(
         scene.host = scene.rig.on_host(np.arange(24))
         scene.move(True, slots, scene.rig.rows(24)).wait()
         scene.check()
-    assert refused[0] > 1
+    assert num_refused > 1
     assert compiled is not None
     gpu.release()
     scene.close()
@@ -259,11 +259,14 @@ def test_a_page_that_is_not_pinned(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("KVFERRY_DISABLE_PATHS", raising=False)
     scene = Scene(gpu, latent(576, 4), 9)
     compiled: Any = scene.engine._carrier._staged._compiled  # type: ignore[attr-defined]
-    pinned = compiled._pinned
     end = compiled._chunks[0].end
     compiled._chunks[0].end = compiled._chunks[0].begin + 1
-    monkeypatch.setattr(pinned, "_chunks", [])
-    with pytest.raises((PinError, IndexError)):
+
+    def refuse(address: int) -> None:
+        raise PinError(f"{address:#x} is in no registration")
+
+    monkeypatch.setattr(compiled._pinned, "chunk_of", refuse)
+    with pytest.raises(PinError, match="is in no registration"):
         scene.rig.load(scene.engine, np.arange(24), scene.rig.rows(24))
     monkeypatch.undo()
     compiled._chunks[0].end = end
@@ -272,6 +275,26 @@ def test_a_page_that_is_not_pinned(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 
 def test_code_of_another_version_is_refused(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library's word for what it is handed does not fit: said with both."""
-    monkeypatch.setattr(staged_call, "_ABI", 7)
-    with pytest.raises(ConfigError, match=r"0x7.*KVFERRY_DISABLE_PATHS=cpu"):
-        submits_compiled()
+    monkeypatch.delenv("KVFERRY_DISABLE_PATHS", raising=False)
+    monkeypatch.setitem(native._ABI, "kvferry_staged_abi", 7)
+    native_library.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"0x7.*KVFERRY_DISABLE_PATHS=cpu"):
+            DeviceRig(gpu).engine()
+    finally:
+        native_library.cache_clear()
+
+
+def test_a_driver_that_lacks_a_function_is_refused(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named when the engine is made; nobody calls address 0."""
+    monkeypatch.delenv("KVFERRY_DISABLE_PATHS", raising=False)
+    found = gpu._cu_get_proc_address
+
+    def lacking(name: bytes, *given: int) -> tuple[int, int]:
+        return (0, 0) if name == b"cuStreamWaitEvent" else found(name, *given)
+
+    monkeypatch.setattr(gpu, "_cu_get_proc_address", lacking)
+    with pytest.raises(DriverTooOldError, match="no cuStreamWaitEvent; update it"):
+        DeviceRig(gpu).engine()

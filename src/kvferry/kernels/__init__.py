@@ -17,7 +17,13 @@ from kvferry.kernels.copy_config import (
 )
 from kvferry.kernels.digest import NO_DIGEST, digest_spans, page_seed, span_seeds
 from kvferry.kernels.move_kernels import RELAYOUT_BLOCKS, MoveKernels, page_work
-from kvferry.kernels.native import NativeMove, NativeView, native_digest, native_library
+from kvferry.kernels.native import (
+    NativeMove,
+    NativeView,
+    native_digest,
+    native_library,
+    submit_staged,
+)
 from kvferry.kernels.span_decision import decide_span, no_kernel, refused_paths
 from kvferry.kernels.staged_call import (
     BandArgs,
@@ -31,8 +37,6 @@ from kvferry.kernels.staged_call import (
     StagedArgs,
     SubmitStep,
     fields_of,
-    submit_staged,
-    submits_compiled,
 )
 from kvferry.kernels.transfer_args import (
     NO_FAULT,
@@ -89,5 +93,4 @@ __all__ = [
     "span_args",
     "span_seeds",
     "submit_staged",
-    "submits_compiled",
 ]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from enum import IntEnum
-from typing import Any
 
-from kvferry.errors import ConfigError
-from kvferry.kernels.native import native_library
 from kvferry.kernels.transfer_args import TransferArgs
 
 __all__ = [
@@ -23,8 +20,6 @@ __all__ = [
     "StagedArgs",
     "SubmitStep",
     "fields_of",
-    "submit_staged",
-    "submits_compiled",
 ]
 
 _Pointer = ctypes.c_void_p
@@ -187,37 +182,3 @@ class SubmitStep(IntEnum):
     COPY_ROWS = 4
     COPY_PIECES = 5
     NOT_PINNED = 6
-
-
-# As kvferry_staged_abi has it: a version, and the size of what is handed over.
-_ABI = 1 << 32 | ctypes.sizeof(StagedArgs)
-
-
-def submits_compiled() -> bool:
-    """Whether `submit_staged` is there: the package was installed with a C compiler.
-
-    Raises:
-        ConfigError: It is there, and cannot be used: damaged, or of another version.
-    """
-    library = native_library()
-    if library is None:
-        return False
-    library.kvferry_staged_abi.restype = ctypes.c_int64
-    found = int(library.kvferry_staged_abi())
-    if found != _ABI:
-        raise ConfigError(
-            f"the compiled kernel is of version {found:#x}, and this code of {_ABI:#x}; install "
-            f"kvferry again, or go without it: KVFERRY_DISABLE_PATHS=cpu"
-        )
-    return True
-
-
-def submit_staged(told: StagedArgs) -> int:
-    """Put a transfer into its streams. The context must be current; `submits_compiled` is true.
-
-    Returns:
-        What the driver said, 0 where all of it is in the streams; else ``step`` tells where it
-        ended, and -1 is an address in ``detail`` that is not pinned.
-    """
-    library: Any = native_library()
-    return int(library.kvferry_submit_staged(ctypes.byref(told)))

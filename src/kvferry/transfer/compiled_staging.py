@@ -70,6 +70,7 @@ class CompiledStaging:
     The context must be current for every call, and one thread at a time may make one.
 
     Args:
+        library: The compiled code.
         context: Of the GPU.
         launcher: Of the mover's engine.
         copies: Of the mover.
@@ -79,11 +80,12 @@ class CompiledStaging:
         blocks: Of a relayout.
 
     Raises:
-        DriverError: The driver lacks one of the functions.
+        DriverTooOldError: The driver lacks one of the functions.
     """
 
     def __init__(
         self,
+        library: ctypes.CDLL,
         context: Context,
         launcher: SpanLauncher,
         copies: HostCopies,
@@ -92,6 +94,7 @@ class CompiledStaging:
         begun: dict[Direction, Event],
         blocks: int,
     ) -> None:
+        self._library = library
         self._driver = context.driver
         self._launcher = launcher
         self._copies = copies
@@ -136,9 +139,7 @@ class CompiledStaging:
     @staticmethod
     def carries(table: SpanTable) -> bool:
         """Whether it has all kernels of `table`: all but grouped, which is there to compare."""
-        return all(
-            launch.path is not CopyPath.GROUPED for step in table.steps for launch in step.launches
-        )
+        return CopyPath.GROUPED not in table.paths
 
     def launch(
         self,
@@ -181,7 +182,7 @@ class CompiledStaging:
         try:
             handles = (ctypes.c_void_p * len(events))(*(int(one.handle) for one in events))
             told.reached = ctypes.addressof(handles)
-            status = submit_staged(told)
+            status = submit_staged(self._library, told)
             if interval is not None and told.interval_begun:
                 interval.begun()
             for num_noted in range(1, told.num_reached + 1):

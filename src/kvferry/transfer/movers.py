@@ -14,6 +14,7 @@ from kvferry.transfer.staging_ring import StagingRing
 from kvferry.types import Direction
 
 if TYPE_CHECKING:
+    import ctypes
     from collections.abc import Callable, Sequence
 
     from kvferry.kernels.jit import Context
@@ -96,7 +97,7 @@ class StagedMover:
         launcher: Of the mover's engine.
         pinned: The host pool.
         staging_bytes: Device memory of each direction, allocated now.
-        compiled: Call the driver from compiled code.
+        compiled: What calls the driver; None: Python does.
 
     Raises:
         DriverError: There is no device memory for it.
@@ -109,7 +110,7 @@ class StagedMover:
         pinned: PinnedAddresses,
         *,
         staging_bytes: int,
-        compiled: bool,
+        compiled: ctypes.CDLL | None,
     ) -> None:
         self._launcher = launcher
         self._copies = HostCopies(context, pinned)
@@ -125,6 +126,7 @@ class StagedMover:
                 self._rings[direction] = StagingRing(context, staging_bytes)
             self._compiled = (
                 CompiledStaging(
+                    compiled,
                     context,
                     launcher,
                     self._copies,
@@ -133,7 +135,7 @@ class StagedMover:
                     self._begun,
                     self._blocks,
                 )
-                if compiled
+                if compiled is not None
                 else None
             )
         except BaseException:
