@@ -89,6 +89,13 @@ class Master:
     def pause(self) -> None:
         """It hears and says nothing from now on."""
         self.process.send_signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.process.pid}/task")
+
+        def stopped() -> bool:
+            states = [(task / "stat").read_text().rpartition(")")[2] for task in tasks.iterdir()]
+            return all(state.split()[0] == "T" for state in states)
+
+        until(stopped, "the master does not stop")
 
     def go_on(self) -> None:
         """It goes on where it was."""

@@ -67,7 +67,9 @@ def test_registered_slots_are_used_in_place(make: Callable[[], MooncakeBackend])
         counts = backend.stats().counts
         assert (counts["in_place_parts"], counts["staged_parts"]) == (40, 40)
     writer.unregister_memory(pages.addresses[0])
-    assert PageStore(writer, LARGE).write([key_of(99)], pages.addresses[:1], pages.digests[:1])[0].ok
+    assert (
+        PageStore(writer, LARGE).write([key_of(99)], pages.addresses[:1], pages.digests[:1])[0].ok
+    )
     assert writer.stats().counts["in_place_parts"] == 40
 
 
@@ -89,8 +91,12 @@ def test_batches_are_capped(make: Callable[[], MooncakeBackend]) -> None:
     numbers = list(range(300))
     assert all(one.ok for one in put(backend, numbers, 1000))
     assert backend.stats().counts["calls"] == 3
-    assert backend.contains([key_of(number) for number in range(310)]) == [True] * 300 + [False] * 10
-    assert all(_get(backend, number, 1000) == (ItemStatus.OK, True) for number in (0, 127, 128, 299))
+    assert (
+        backend.contains([key_of(number) for number in range(310)]) == [True] * 300 + [False] * 10
+    )
+    assert all(
+        _get(backend, number, 1000) == (ItemStatus.OK, True) for number in (0, 127, 128, 299)
+    )
     assert all(one.ok for one in backend.delete([key_of(number) for number in numbers]))
 
 
@@ -184,7 +190,7 @@ def test_eviction_is_a_miss() -> None:
         assert set(statuses) <= {ItemStatus.OK, ItemStatus.REFUSED}, statuses
         assert statuses.count(ItemStatus.OK) > 64, "nothing was evicted"
         found = [_get(backend, number, size) for number in range(150)]
-        assert {one for one in found} <= {(ItemStatus.OK, True), (ItemStatus.MISS, False)}
+        assert set(found) <= {(ItemStatus.OK, True), (ItemStatus.MISS, False)}
         kept = sum(status is ItemStatus.OK for status, _ in found)
         assert 0 < kept <= 64
         assert backend.stats().objects == kept, "misses correct the counts"
@@ -231,7 +237,7 @@ def test_options() -> None:
     """Values that cannot be are refused before anything is opened."""
     for options in (
         {"address": "here"}, {"address": "h:0"}, {"address": ":5"}, {"segment_bytes": -1},
-        {"buffer_bytes": 100}, {"replicas": 0}, {"batch_keys": 0}, {"deadline_secs": 0.0},
+        {"buffer_bytes": 100}, {"replicas": 0}, {"batch_keys": 0}, {"deadline_secs": 0.0}, {"setup_secs": -1.0},
         {"deadline": 3},
     ):  # fmt: skip
         with pytest.raises(ConfigError):

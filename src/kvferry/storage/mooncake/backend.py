@@ -27,6 +27,8 @@ from kvferry.storage.mooncake.moves import Moves
 __all__ = ["MooncakeBackend"]
 
 _MISS = ItemResult(ItemStatus.MISS)
+_LEFT: list[object] = []
+"""Clients that could not be ended, and what they may still use."""
 
 
 class MooncakeBackend(StorageBackend):
@@ -50,6 +52,7 @@ class MooncakeBackend(StorageBackend):
         devices: For ``rdma``: the names of the devices, separated by commas.
         replicas: Copies that the pool keeps of each object, on as many clients.
         deadline_secs: The longest that one call of the library is waited for.
+        setup_secs: How long the master may take to answer when the backend is opened.
         batch_keys: The most keys in one call of the library.
         key_prefix: Of every key in the pool. What others keep there has other prefixes.
 
@@ -70,6 +73,7 @@ class MooncakeBackend(StorageBackend):
         devices: str = "",
         replicas: int = 1,
         deadline_secs: float = 10.0,
+        setup_secs: float = 30.0,
         batch_keys: int = 128,
         key_prefix: str = "kvferry/",
     ) -> None:
@@ -82,11 +86,13 @@ class MooncakeBackend(StorageBackend):
         ):
             if value < least:
                 raise ConfigError(f"{name}={value}: give at least {least}")
-        if not deadline_secs > 0:
-            raise ConfigError(f"deadline_secs={deadline_secs}: give more than 0")
+        for name, seconds in (("deadline_secs", deadline_secs), ("setup_secs", setup_secs)):
+            if not seconds > 0:
+                raise ConfigError(f"{name}={seconds}: give more than 0")
         self._batch_keys = batch_keys
         self._deadline_secs = deadline_secs
         self._prefix = key_prefix
+        self._gives_memory = segment_bytes > 0
         self._client, self._config = connect(
             address,
             local_hostname=local_hostname,
@@ -94,7 +100,7 @@ class MooncakeBackend(StorageBackend):
             protocol=protocol,
             devices=devices,
             replicas=replicas,
-            timeout=deadline_secs,
+            timeout=setup_secs,
         )
         self._rooms = Rooms(buffer_bytes)
         self._lent = LentMemory()
@@ -310,5 +316,12 @@ class MooncakeBackend(StorageBackend):
         """Runs once, when no call does."""
         for address in self._lent.all():
             self._client.unregister_buffer(address)
+        # To take its memory out of the pool the library asks the master, and holds the interpreter
+        # lock meanwhile; this question does not. Better a client that stays than a process that
+        # stands still.
+        if self._gives_memory and self._client.batch_is_exist([self._prefix])[0] < 0:
+            self._books.error("not_ended")
+            _LEFT.append((self._client, self._rooms))
+            return
         self._client.unregister_buffer(self._rooms.block.address)
         self._client.close()

@@ -62,13 +62,14 @@ def kind_of(code: int) -> str:
     return _KINDS.get(code, f"code_{-code}")
 
 
-def is_worth_another_try(code: int) -> bool:
+def is_worth_another_try(code: int, *, reads: bool) -> bool:
     """Whether the same call may go well a moment later.
 
-    A put is given other memory each time. What has timed out inside the library already is not
-    tried again: that took long enough.
+    A put is given other memory each time. A read is not: its object lies where it lies, and waiting
+    for a dead client outlasts the leases of all others in the batch, which then need another try.
+    What has timed out inside the library already is not tried again: that took long enough.
     """
-    return code in (TRANSFER_FAILED, LEASE_EXPIRED)
+    return code == (LEASE_EXPIRED if reads else TRANSFER_FAILED)
 
 
 def is_size_unclear(code: int) -> bool:

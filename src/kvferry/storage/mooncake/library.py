@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import importlib
 import socket
-import threading
+import subprocess
+import sys
 from typing import Any, Protocol
 
 from kvferry.errors import ConfigError, MissingDependencyError, StorageError
@@ -13,6 +13,14 @@ from kvferry.errors import ConfigError, MissingDependencyError, StorageError
 __all__ = ["Client", "connect", "split_address"]
 
 _P2P = "P2PHANDSHAKE"
+# Ends without ending the library, which takes a second and has nothing to give back here.
+_TRY = """
+import os, sys
+from mooncake.store import MooncakeDistributedStore
+host, metadata, protocol, devices, master = sys.argv[1:]
+code = MooncakeDistributedStore().setup(host, metadata, 0, 0, protocol, devices, master)
+os._exit(1 if code else 0)
+"""
 
 
 class Client(Protocol):
@@ -83,40 +91,47 @@ def connect(
             f"the Mooncake master at {address} cannot be reached: {bad}; start it, or correct the "
             f"address"
         ) from bad
+    _try_master(address, local_hostname, protocol, devices, timeout)
     client: Client = store.MooncakeDistributedStore()
-    done: concurrent.futures.Future[int] = concurrent.futures.Future()
-
-    def set_up() -> None:
-        try:
-            code = client.setup(local_hostname, _P2P, segment_bytes, 0, protocol, devices, address)
-        except Exception as bad:  # noqa: BLE001  a binding that refuses its arguments; raised below
-            if done.set_running_or_notify_cancel():
-                done.set_exception(bad)
-            return
-        if done.set_running_or_notify_cancel():
-            done.set_result(code)
-        elif not code:
-            client.close()  # nobody waits any more
-
-    threading.Thread(target=set_up, name="kvferry-mooncake-setup", daemon=True).start()
-    concurrent.futures.wait([done], timeout)
-    if done.cancel():
-        raise StorageError(
-            f"the set-up with the Mooncake master at {address} took more than {timeout} s; see to "
-            f"the master, or give a longer deadline_secs"
-        )
-    try:
-        code = done.result()
-    except Exception as bad:
-        raise StorageError(f"the Mooncake client refused its set-up: {bad}") from bad
+    code = client.setup(local_hostname, _P2P, segment_bytes, 0, protocol, devices, address)
     if code:
         raise StorageError(
             f"the Mooncake client could not be set up (code {code}) with the master {address} as "
-            f"{local_hostname} over {protocol}: what it wrote to stderr says more"
+            f"{local_hostname} over {protocol}, with {segment_bytes} bytes for the pool: what it "
+            f"wrote to stderr says more"
         )
     config = store.ReplicateConfig()
     config.replica_num = replicas
     return client, config
+
+
+def _try_master(
+    address: str, local_hostname: str, protocol: str, devices: str, timeout: float
+) -> None:
+    """Raise StorageError unless a set-up goes well in another process, within `timeout` seconds.
+
+    The library holds the interpreter lock while it is set up. With a master that accepts and says
+    nothing that lasts for minutes, in which no thread of this process would run.
+    """
+    try:
+        tried = subprocess.run(  # noqa: S603  this interpreter, with arguments of ours
+            [sys.executable, "-c", _TRY, local_hostname, _P2P, protocol, devices, address],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:
+        raise StorageError(
+            f"the Mooncake master at {address} did not answer within {timeout} s; see to it, or "
+            f"give a longer setup_secs"
+        ) from late
+    if tried.returncode:
+        said = tried.stderr.decode(errors="replace").strip().splitlines()[-3:]
+        raise StorageError(
+            f"a set-up with the Mooncake master at {address} failed, as {local_hostname} over "
+            f"{protocol}: {' | '.join(said) or tried.returncode}"
+        )
 
 
 def _load() -> Any:

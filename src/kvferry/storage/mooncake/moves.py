@@ -172,7 +172,9 @@ class Moves:
                     continue
                 if result.status is ItemStatus.FAILED or result.status is ItemStatus.REFUSED:
                     self._books.error(codes.kind_of(code))
-                if result.status is ItemStatus.FAILED and codes.is_worth_another_try(code):
+                if result.status is ItemStatus.FAILED and codes.is_worth_another_try(
+                    code, reads=reads
+                ):
                     again.append(item)
             if not again or tries == _MAX_TRIES or time.monotonic() + pause > ends:
                 return
