@@ -161,7 +161,7 @@ def test_registered_memory_is_held_until_the_library_lets_go() -> None:
         reader.join(DEADLINE_SECS)
         assert not reader.is_alive()
         # The lease may have ended meanwhile: then it is a failure that is told.
-        assert results[0].ok == (into == object_of(1, SIZE)).all(), results
+        assert not results[0].ok or (into == object_of(1, SIZE)).all(), results
         backend.close()
 
 
@@ -219,6 +219,6 @@ def test_nothing_leaks() -> None:
         once(master)
         once(master)
         before = held()
-        for _ in range(4):
+        for _ in range(2):
             once(master)
         until(lambda: held()[0] <= before[0] and held()[1] <= before[1], f"{before}, then {held()}")

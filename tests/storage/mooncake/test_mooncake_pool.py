@@ -237,8 +237,8 @@ def test_options() -> None:
     """Values that cannot be are refused before anything is opened."""
     for options in (
         {"address": "here"}, {"address": "h:0"}, {"address": ":5"}, {"segment_bytes": -1},
-        {"buffer_bytes": 100}, {"replicas": 0}, {"batch_keys": 0}, {"deadline_secs": 0.0}, {"setup_secs": -1.0},
-        {"deadline": 3},
+        {"buffer_bytes": 100}, {"replicas": 0}, {"batch_keys": 0}, {"deadline_secs": 0.0},
+        {"setup_secs": -1.0}, {"deadline": 3},
     ):  # fmt: skip
         with pytest.raises(ConfigError):
             open_backend("mooncake", **options)
