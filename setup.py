@@ -14,7 +14,11 @@ from setuptools.command.build_ext import build_ext
 # transfers take the numpy path, which `handle.path` names.
 _HOST_MOVE = Extension(
     "kvferry.kernels._host_move",
-    sources=["src/kvferry/kernels/csrc/host_move.c"],
+    sources=[
+        "src/kvferry/kernels/csrc/host_move.c",
+        "src/kvferry/kernels/csrc/staged_submit.c",
+    ],
+    depends=["src/kvferry/kernels/csrc/staged_submit.h"],
     extra_compile_args=["-std=c11", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra"],
     optional=True,
     py_limited_api=True,

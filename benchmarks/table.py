@@ -63,7 +63,7 @@ def tables(told: Mapping[str, Any]) -> Iterator[str]:
             yield ""
             yield from _throughput(result)
     for name, render in (("beside", _beside), ("latency", _latency), ("cache_bench", _cache),
-                         ("engine", _engine), ("jit", _jit),
+                         ("engine", _engine), ("first_token", _first_token), ("jit", _jit),
                          ("long_contexts", _long_contexts)):  # fmt: skip
         if name in results:
             yield ""
@@ -77,6 +77,7 @@ def tables(told: Mapping[str, Any]) -> Iterator[str]:
 _PROOFS = {
     "pytest": "tests on the GPU",
     "cache": "tests of the cache on the GPU",
+    "prefix_cache": "tests of `PrefixCache` on the GPU",
     "selftest": "`kvferry selftest`",
     "memcheck": "compute-sanitizer, memcheck",
     "racecheck": "compute-sanitizer, racecheck",
@@ -283,6 +284,32 @@ def _engine(result: Mapping[str, Any]) -> Iterator[str]:
                 f"| {case} | {what} | {row['ms']:.1f} ms | {row['ms'] / alone:.3f} | "
                 f"{'; '.join(more)} |"
             )
+
+
+def _first_token(result: Mapping[str, Any]) -> Iterator[str]:
+    yield "| model | first token | ms | of computed | |"
+    yield "|---|---|---|---|---|"
+    computed = {row["case"]: row["ms"] for row in result["rows"] if row["what"] == "computed"}
+    for row in result["rows"]:
+        case, what = row["case"], row["what"]
+        if "skipped" in row:
+            yield f"| {case} | {what} | {NOTHING} | {NOTHING} | **skipped**: {row['skipped']} |"
+            continue
+        more = [
+            f"{row['least_ms']:.1f} to {row['most_ms']:.1f} ms",
+            f"{row['tokens']:,} tokens, {row['hit_tokens']:,} of them loaded",
+        ]
+        if "in_memory" in row:
+            share = row["in_memory"]
+            more.append(
+                "whether the system had the files in memory is not known"
+                if share == "unknown"
+                else f"{share * 100:.0f} % of the files were in the system's memory"
+            )
+        yield (
+            f"| {case} | {what} | {row['ms']:.1f} | {row['ms'] / computed[case]:.3f} | "
+            f"{'; '.join(more)} |"
+        )
 
 
 def _jit(told: Mapping[str, Any]) -> Iterator[str]:

@@ -42,6 +42,10 @@ _TESTS = (
 )
 # Tests of the cache, in a step of their own: they take about as long as all others.
 _CACHE_TESTS = ("tests/gpu/test_cache.py",)
+# Tests of PrefixCache with models of transformers, which may not be there.
+_PREFIX_TESTS = ("tests/gpu/test_prefix_cache.py",)
+# Each starts a process with torch and a context of its own.
+_RANK_TESTS = ("tests/gpu/test_shared_host.py",)
 # Other versions of torch and numpy warn about other things, and plug-ins of the machine about
 # themselves: that is no failure. What a destructor or a thread swallows is one.
 _PYTEST_OPTIONS = (
@@ -175,12 +179,17 @@ def _steps(*, quick: bool) -> Iterator[_Step]:
     python = sys.executable
     # Where torch sees no GPU every test is skipped, which pytest counts as success.
     tested = r"\b[1-9]\d* passed\b"
-    others = tuple(f"--ignore={name}" for name in _CACHE_TESTS)
+    apart = (*_CACHE_TESTS, *_PREFIX_TESTS, *_RANK_TESTS)
+    others = tuple(f"--ignore={name}" for name in apart)
     tests = (python, "-m", "pytest", *_TESTS, *others, *_PYTEST_OPTIONS)
     yield _Step("pytest", tests, 240, must_print=tested)
     # What is skipped is named, with its reason: storage needs a package that may not be there.
     of_cache = (python, "-m", "pytest", *_CACHE_TESTS, *_PYTEST_OPTIONS, "-rs")
     yield _Step("cache", of_cache, 240, must_print=tested)
+    of_prefixes = (python, "-m", "pytest", *_PREFIX_TESTS, *_PYTEST_OPTIONS, "-rs")
+    yield _Step("prefix_cache", of_prefixes, 240, must_print=tested)
+    of_ranks = (python, "-m", "pytest", *_RANK_TESTS, *_PYTEST_OPTIONS)
+    yield _Step("ranks", of_ranks, 240, must_print=tested)
     selftest = ("selftest", "--json", *(("--quick",) if quick else ()))
     yield _Step("selftest", (python, "-m", "kvferry", *selftest), 150, prints_json=True)
     yield _Step("doctor", (python, "-m", "kvferry", "doctor", "--json"), 90, prints_json=True)
@@ -190,6 +199,7 @@ def _steps(*, quick: bool) -> Iterator[_Step]:
     yield _Step("latency", _benchmark(python, "latency"), 120)
     yield _Step("cache_bench", _benchmark(python, "cache"), 240)
     yield _Step("engine", _benchmark(python, "toy_engine"), 240)
+    yield _Step("first_token", _benchmark(python, "first_token"), 180)
     yield _Step("jit", (python, "benchmarks/jit.py", "--json", "{json}"), 60)
     tool = _sanitizer()
     for name, cases in _SANITIZERS:

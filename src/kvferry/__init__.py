@@ -9,11 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvferry.cache import KVFerry
+    from kvferry.cache import HostPeer, KVFerry
     from kvferry.errors import KVFerryError
     from kvferry.geometry import Geometry, HitRule, LayerView, Plane, PoolView
     from kvferry.index import ContentSpan, Namespace
     from kvferry.memory import HostPool, RegisteredHostPool, SlotOwner
+    from kvferry.sharing import SharedHost
     from kvferry.transfer import TransferEngine, TransferHandle, TransferPlan, blocks_to_rows
     from kvferry.types import Direction, Layout, SlotKind
 
@@ -22,6 +23,7 @@ __all__ = [
     "Direction",
     "Geometry",
     "HitRule",
+    "HostPeer",
     "HostPool",
     "KVFerry",
     "KVFerryError",
@@ -31,6 +33,7 @@ __all__ = [
     "Plane",
     "PoolView",
     "RegisteredHostPool",
+    "SharedHost",
     "SlotKind",
     "SlotOwner",
     "TransferEngine",
@@ -43,11 +46,12 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "kvferry.cache": ("KVFerry",),
+    "kvferry.cache": ("HostPeer", "KVFerry"),
     "kvferry.index": ("ContentSpan", "Namespace"),
     "kvferry.errors": ("KVFerryError",),
     "kvferry.geometry": ("Geometry", "HitRule", "LayerView", "Plane", "PoolView"),
     "kvferry.memory": ("HostPool", "RegisteredHostPool", "SlotOwner"),
+    "kvferry.sharing": ("SharedHost",),
     "kvferry.transfer": ("TransferEngine", "TransferHandle", "TransferPlan", "blocks_to_rows"),
     "kvferry.types": ("Direction", "Layout", "SlotKind"),
 }

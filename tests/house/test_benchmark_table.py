@@ -181,6 +181,31 @@ _RESULTS = {
                 ],
             }
         },
+        "first_token": {
+            "result": {
+                "command": "benchmarks/gpu/first_token.py --json /tmp/a.json",
+                "link": _LINK,
+                "rows": [
+                    {
+                        "case": "MLA-shaped", "what": "computed", "tokens": 16386,
+                        "hit_tokens": 0, "ms": 800.0, "least_ms": 790.0, "most_ms": 820.0,
+                    },
+                    {
+                        "case": "MLA-shaped", "what": "from the host", "tokens": 16386,
+                        "hit_tokens": 16384, "ms": 160.0, "least_ms": 150.0, "most_ms": 170.0,
+                    },
+                    {
+                        "case": "MLA-shaped", "what": "from files", "tokens": 16386,
+                        "hit_tokens": 16384, "ms": 400.0, "least_ms": 390.0, "most_ms": 410.0,
+                        "in_memory": 0.25,
+                    },
+                    {
+                        "case": "8B-shaped GQA", "what": "from files",
+                        "skipped": "xxhash is not installed",
+                    },
+                ],
+            }
+        },
         "long_contexts": {
             "status": "passed", "seconds": 301.0, "output": "",
             "result": {
@@ -342,6 +367,15 @@ def test_the_other_benchmarks_have_tables(tmp_path: Path) -> None:
             "| tokens | hits | 2,400 tokens/s | 1.200 | 2.0 % between rounds; 32,768 tokens of a "
             "round were loaded; **2 answers differ** |"
         ),
+        (
+            "| MLA-shaped | from the host | 160.0 | 0.200 | 150.0 to 170.0 ms; 16,386 tokens, "
+            "16,384 of them loaded |"
+        ),
+        (
+            "| MLA-shaped | from files | 400.0 | 0.500 | 390.0 to 410.0 ms; 16,386 tokens, 16,384 "
+            "of them loaded; 25 % of the files were in the system's memory |"
+        ),
+        "| 8B-shaped GQA | from files | - | - | **skipped**: xxhash is not installed |",
         "| first token | computed | 200.0 ms | 1.000 | 16,386 tokens, 0 of them loaded |",
         (
             "| first token | from the host | 20.0 ms | 0.100 | 16,386 tokens, 16,384 of them "

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import first_token
 from cache import cpu_row, line_of
 from latency import further_copy_us
 from long_contexts import Sample, growth_mib, thinned
@@ -21,7 +22,15 @@ from toy_engine import Serving, arguments, cost
 
 _ROOT = Path(__file__).parents[2]
 _FOLDER = _ROOT / "benchmarks" / "gpu"
-_SCRIPTS = ("throughput", "beside", "latency", "cache", "toy_engine", "long_contexts")
+_SCRIPTS = (
+    "throughput",
+    "beside",
+    "latency",
+    "cache",
+    "toy_engine",
+    "first_token",
+    "long_contexts",
+)
 
 
 def _steps() -> list[Any]:
@@ -177,6 +186,44 @@ def test_the_engine_is_served_in_every_way() -> None:
     assert [row["differing"] for row in rows[:5]] == [0] * 5
     assert rows[4]["hit_tokens"] == 3 * 128
     assert [row["hit_tokens"] for row in rows[5:]] == [0, 256, 256]
+
+
+def test_first_tokens_of_models_of_transformers() -> None:
+    """All rows with tiny models; hits are what they should be, and answers are compared."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    args = first_token.arguments().parse_args(["--tiny", "--tokens", "64", "--rounds", "1"])
+    rows = list(first_token.rows_of_all(args, "cpu"))
+    hits = {"computed": 0, "kept": 0, "from the host": 64, "from files": 64}
+    assert [(row["case"], row["what"], row["hit_tokens"]) for row in rows] == [
+        (case, what, count)
+        for case in ("8B-shaped GQA", "MLA-shaped")
+        for what, count in hits.items()
+    ]
+    assert all(row["least_ms"] <= row["ms"] <= row["most_ms"] for row in rows)
+
+
+@pytest.mark.parametrize("wrong", ["tokens", "logits", "hits"])
+def test_no_first_token_is_told_of_another_answer(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One logit, one token or one page that differs ends the benchmark."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    kept = first_token.Measured.kept
+
+    def spoiled(self: Any, *given: Any) -> Any:
+        found = kept(self, *given)
+        if wrong == "hits":
+            return found._replace(hits=found.hits + 16)
+        changed = getattr(found, wrong).clone()
+        changed.view(-1)[-1] += 1
+        return found._replace(**{wrong: changed})
+
+    monkeypatch.setattr(first_token.Measured, "kept", spoiled)
+    args = first_token.arguments().parse_args(["--tiny", "--tokens", "64", "--rounds", "1"])
+    with pytest.raises(AssertionError, match="not 0" if wrong == "hits" else "another answer"):
+        list(first_token.rows_of_all(args, "cpu"))
 
 
 def test_memory_that_grows_is_seen() -> None:

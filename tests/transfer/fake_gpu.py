@@ -33,6 +33,15 @@ _ALIGNMENT = 256
 _FRESH = 0xA5
 _NUM_WORDS = {"flat": 0, "realign": 1, "grouped": 3, "finish": 0}
 """How many words a kernel takes behind the transfer."""
+_FIRST_KERNEL = 0x2000
+
+
+def kernel_handle(name: str) -> int:
+    """What the driver calls the kernel `name`."""
+    return _FIRST_KERNEL + list(_NUM_WORDS).index(name)
+
+
+FINISH = kernel_handle("finish")
 
 
 class Status(enum.IntEnum):
@@ -64,8 +73,41 @@ _BatchCall = ctypes.CFUNCTYPE(
     ctypes.c_void_p,
 )
 
+_RowsCall = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+_EventCall = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+_WaitCall = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
+_LaunchCall = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,
+    *[ctypes.c_uint] * 7,
+    *[ctypes.c_void_p] * 3,
+)
+
 # One entry of a stream: whether it is over. One that is not is tried again later.
 _Entry = Callable[[], bool]
+
+
+def _fields_of_side(side: str) -> tuple[tuple[str, Any], ...]:
+    return (
+        (f"{side}XInBytes", ctypes.c_size_t),
+        (f"{side}Y", ctypes.c_size_t),
+        (f"{side}MemoryType", ctypes.c_int),
+        (f"{side}Host", ctypes.c_void_p),
+        (f"{side}Device", ctypes.c_uint64),
+        (f"{side}Array", ctypes.c_void_p),
+        (f"{side}Pitch", ctypes.c_size_t),
+    )
+
+
+class _RowCopy(ctypes.Structure):
+    """`CUDA_MEMCPY2D`."""
+
+    _fields_ = (
+        *_fields_of_side("src"),
+        *_fields_of_side("dst"),
+        ("WidthInBytes", ctypes.c_size_t),
+        ("Height", ctypes.c_size_t),
+    )
 
 
 class FakeGpu:
@@ -90,7 +132,17 @@ class FakeGpu:
         """What engines over it are asked for, unless a test says so."""
         self.batches = True
         """Whether the driver knows copies of many pieces."""
-        self._batch_entry = _BatchCall(self._batch)
+        self._entries: dict[tuple[bytes, int], Any] = {
+            (b"cuMemcpyBatchAsync", 13000): _BatchCall(self._batch),
+            (b"cuMemcpy2DAsync", 3020): _RowsCall(self._rows),
+            (b"cuEventRecord", 2000): _EventCall(functools.partial(self._entry, "cuEventRecord")),
+            (b"cuStreamWaitEvent", 3020): _WaitCall(
+                functools.partial(self._entry, "cuStreamWaitEvent")
+            ),
+            (b"cuLaunchKernel", 4000): _LaunchCall(
+                functools.partial(self._entry, "cuLaunchKernel")
+            ),
+        }
         self.hooks: dict[str, Hook] = {}
         """By name of the driver's function."""
         self.calls: list[str] = []
@@ -471,14 +523,23 @@ class FakeGpu:
     _cu_memcpy2dasync = _copy_rows
 
     def _cu_get_proc_address(self, name: bytes, version: int, _: int) -> tuple[int, int]:
-        assert (name, version) == (b"cuMemcpyBatchAsync", 13000)
-        entry = ctypes.cast(self._batch_entry, ctypes.c_void_p).value if self.batches else 0
-        return entry or 0, 0
+        entry = self._entries[name, version]
+        there = self.batches or name != b"cuMemcpyBatchAsync"
+        return (ctypes.cast(entry, ctypes.c_void_p).value or 0) if there else 0, 0
+
+    def _entry(self, name: str, *given: int | None) -> int:
+        """A function as it is called by its address, where 0 is None."""
+        status, *_ = getattr(self, name)(*(one or 0 for one in given))
+        return int(status)
 
     def _batch(self, *given: Any) -> int:
-        """`cuMemcpyBatchAsync` as it is called by its address."""
         (status,) = self._call("cuMemcpyBatchAsync", self._cu_memcpy_batch_async, *given)
         return int(status)
+
+    def _rows(self, told: int, stream: int | None) -> int:
+        fields = _RowCopy.from_address(told)
+        copy = SimpleNamespace(**{name: getattr(fields, name) for name, *_ in fields._fields_})
+        return self._entry("cuMemcpy2DAsync", copy, stream)  # type: ignore[arg-type]
 
     def _cu_memcpy_batch_async(self, *given: Any) -> Status | None:
         targets, sources, lengths, count, attributes, first, kinds, stream = given
@@ -511,7 +572,8 @@ class FakeGpu:
     def _cu_func_set_attribute(self, *_: Any) -> None:
         pass
 
-    def _cu_launch_kernel(self, kernel: str, *given: Any) -> Status | None:
+    def _cu_launch_kernel(self, handle: int, *given: Any) -> Status | None:
+        kernel = list(_NUM_WORDS)[handle - _FIRST_KERNEL]
         *dims, _, stream, parameters, _ = given
         assert all(isinstance(dim, int) and dim > 0 for dim in dims)
         array = (ctypes.c_void_p * (1 + _NUM_WORDS[kernel])).from_address(parameters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from tests.transfer.fake_gpu import FakeGpu
+from tests.transfer.fake_gpu import FakeGpu, kernel_handle
 
 from kvferry.kernels.jit import Context, Driver
 
@@ -25,7 +25,7 @@ def _function(context: Context, name: str) -> SimpleNamespace:
     return SimpleNamespace(
         context=context,
         name=name,
-        handle=name.removeprefix("kvferry_"),
+        handle=kernel_handle(name.removeprefix("kvferry_")),
         max_threads=1024,
         shared_bytes=0,
         allow_dynamic_shared=lambda _: None,

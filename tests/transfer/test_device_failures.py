@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from tests.transfer.device_rig import DeviceRig, latent, same
-from tests.transfer.fake_gpu import FakeGpu, Status
+from tests.transfer.fake_gpu import FINISH, FakeGpu, Status
 
 from kvferry.errors import (
     DriverError,
@@ -61,9 +61,10 @@ def test_a_command_buffer_that_cannot_grow(gpu: FakeGpu, function: str, skip: in
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("launched", [0, 1, 2])
 def test_an_interrupt_between_launches(
-    gpu: FakeGpu, stop: type[BaseException], launched: int
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, stop: type[BaseException], launched: int
 ) -> None:
     """It surfaces; what was enqueued keeps its buffer, its lease and its slots until it is over."""
+    monkeypatch.setenv("KVFERRY_DISABLE_PATHS", "cpu")  # in compiled code there is no between
     rig = DeviceRig(gpu)
     engine = rig.warm_engine()
     rows = rig.rows(4)
@@ -200,7 +201,7 @@ def test_sums_that_nobody_finished(gpu: FakeGpu) -> None:
     rig = DeviceRig(gpu)
     engine = rig.warm_engine()
     rows = rig.rows(2)
-    with gpu.failing("cuLaunchKernel", when=lambda kernel, *_: kernel == "finish") as refused:
+    with gpu.failing("cuLaunchKernel", when=lambda kernel, *_: kernel == FINISH) as refused:
         stored = rig.store(engine, [0, 1], rows)
     assert refused
     assert stored.done

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.transfer.device_rig import PAGE, DeviceRig, IndexTensor, latent, same
-from tests.transfer.fake_gpu import CALLER, FakeGpu, Status
+from tests.transfer.fake_gpu import CALLER, FINISH, FakeGpu, Status
 
 from kvferry.errors import DriverError, TransferFaultError
 from kvferry.geometry import Geometry, Plane, PoolView
@@ -104,7 +104,7 @@ def test_rows_of_a_failed_load_are_mended_behind_it(gpu: FakeGpu, layer: int | N
     rows = rig.rows(2)
     rig.store(engine, [0, 1], rows).wait()
     gpu.hold_all()
-    with gpu.failing("cuLaunchKernel", when=lambda kernel, *_: kernel == "finish"):
+    with gpu.failing("cuLaunchKernel", when=lambda kernel, *_: kernel == FINISH):
         loaded = rig.load(engine, [0, 1], rows)
     gpu.release(CALLER)
     wait = loaded.wait_all if layer is None else functools.partial(loaded.wait_layer, layer)

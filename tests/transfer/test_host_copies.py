@@ -24,7 +24,7 @@ from kvferry.kernels.jit import (
 from kvferry.testing import assert_bytes_equal, memory_at
 from kvferry.transfer import host_copies
 from kvferry.transfer.host_copies import HostCopies
-from kvferry.transfer.staging import Band, Group, Piece, Place, runs_of
+from kvferry.transfer.staging import Band, Group, Piece, Place, run_table, runs_of
 from kvferry.types import Direction
 
 _NUM_SLOTS = 9
@@ -106,8 +106,8 @@ def test_random_pieces_over_random_borders(
         inside = rng.sample(range(1, 600), rng.choice((1, 1, 5, 60)))
         chunks = _Chunks([*sorted(pool.address + at for at in inside), pool.address + 1024])
         copies = HostCopies(context, chunks)  # type: ignore[arg-type]
-        if copies._pieces is not None:
-            copies._pieces.__dict__["to_device"] = direction is Direction.LOAD
+        if copies.pieces is not None:
+            copies.pieces.__dict__["to_device"] = direction is Direction.LOAD
         expected = [host.copy(), device.copy()]
         for page, slot in enumerate(slots[first : first + piece.num_pages].tolist()):
             for (address, _), width, in_staging in bands:
@@ -117,7 +117,9 @@ def test_random_pieces_over_random_borders(
                     expected[1][there : there + width] = host[at : at + width]
                 else:
                     expected[0][at : at + width] = device[there : there + width]
-        plan: Any = SimpleNamespace(direction=direction, host_slots=slots, host_runs=runs_of(slots))
+        plan: Any = SimpleNamespace(
+            direction=direction, host_slots=slots, host_runs=runs_of(run_table(slots))
+        )
         copies.of(plan, Stream(context)).submit(piece, group, staging.address + 64)
         assert_bytes_equal(host, expected[0], "the host")
         assert_bytes_equal(device, expected[1], "staging")

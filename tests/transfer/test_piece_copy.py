@@ -26,7 +26,7 @@ class _Gpu(FakeGpu):
         self.asked: list[int] = []
         self.given: list[tuple[int | None, ...]] = []
         self.answer = 0
-        self._entries: list[Any] = []
+        self._made: list[Any] = []
 
     def _cu_driver_get_version(self) -> int:
         return self.version
@@ -36,7 +36,7 @@ class _Gpu(FakeGpu):
         self.asked.append(version)
         kinds = [ctypes.c_void_p] * _NUM_ARGUMENTS[version]
         entry = ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(self._called)
-        self._entries.append(entry)
+        self._made.append(entry)
         return ctypes.cast(entry, ctypes.c_void_p).value or 0, 0
 
     def _called(self, *given: int | None) -> int:

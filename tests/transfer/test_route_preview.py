@@ -12,7 +12,7 @@ from tests.transfer.fake_gpu import FakeGpu
 
 from kvferry.errors import ConfigError, PlanError
 from kvferry.geometry import Geometry, HitRule, Plane
-from kvferry.transfer import BUILT_IN, TransferPlan, preview_route, staging
+from kvferry.transfer import BUILT_IN, TransferPlan, compiled_staging, preview_route, staging
 from kvferry.types import Direction, Layout, Mover
 
 _TWO_PLANES = Geometry(
@@ -45,7 +45,8 @@ def test_an_engine_does_what_its_preview_says(
     worth: int,
 ) -> None:
     """Mover, steps, widths, kernels, copy calls and pieces are those of a transfer."""
-    monkeypatch.setattr(staging, "_PARTS_WORTH_A_CALL", worth)
+    for module in (staging, compiled_staging):
+        monkeypatch.setattr(module, "PARTS_WORTH_A_CALL", worth)
     gpu.batches = True  # previews count copies of many pages as there
     rig = DeviceRig(gpu, geometry, num_slots=24, registered=registered)
     staging_bytes = 3 * geometry.slot_bytes()

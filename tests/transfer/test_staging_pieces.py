@@ -16,6 +16,7 @@ from kvferry.transfer.staging import (
     Run,
     cut_copy,
     pieces_of,
+    run_table,
     runs_of,
     wants_one_call,
 )
@@ -145,7 +146,7 @@ def test_a_page_above_the_capacity_goes_alone() -> None:
 )
 def test_runs(slots: list[int], runs: list[Run]) -> None:
     """Slots that ascend one by one are one run; a loaded slot may come twice."""
-    assert runs_of(np.array(slots, np.int64)) == runs
+    assert runs_of(run_table(np.array(slots, np.int64))) == runs
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -155,7 +156,7 @@ def test_random_runs(seed: int) -> None:
     slots = rng.sample(range(60), rng.randint(1, 50))
     if seed % 2:
         slots.sort()
-    runs = runs_of(np.array(slots, np.int64))
+    runs = runs_of(run_table(np.array(slots, np.int64)))
     assert [run.first_slot + page for run in runs for page in range(run.num_pages)] == slots
     starts = itertools.accumulate((run.num_pages for run in runs), initial=0)
     assert [run.first_page for run in runs] == list(starts)[:-1]

@@ -12,7 +12,7 @@ from tests.transfer.fake_gpu import FakeGpu
 
 from kvferry.errors import DriverError
 from kvferry.kernels.jit import Context, Driver, Stream
-from kvferry.transfer.staging_ring import StagingRing, StagingRoom
+from kvferry.transfer.staging_ring import MAX_ROOMS, StagingRing, StagingRoom
 
 _ALIGNMENT = 512
 _RING_BYTES = 8 * _ALIGNMENT
@@ -189,19 +189,29 @@ def test_the_largest_room_is_the_ring(gpu: FakeGpu, context: Context, num_bytes:
 
 
 def test_events_are_used_again(gpu: FakeGpu, context: Context) -> None:
-    """A room has two, and there are no more than for all rooms that lie in the ring at once."""
+    """A room has two, and there are no more than for all rooms that the ring notes."""
     one = _Ring(gpu, context)
-    for _ in range(8):
-        one.put(_ALIGNMENT)
-    assert len(gpu.events) == 2 * 8
+    assert len(gpu.events) == 2 * MAX_ROOMS
     before = set(gpu.events)
     for number in range(200):
         room = one.put(1 + number * 37 % _RING_BYTES, writer=number % 2)
         assert {room.filled.handle, room.emptied.handle} <= before
         assert room.filled.handle != room.emptied.handle
     assert gpu.events == before
-    assert gpu.calls.count("cuEventCreate") == 16
-    one.check(208)
+    assert gpu.calls.count("cuEventCreate") == 2 * MAX_ROOMS
+    one.check(200)
+
+
+def test_more_rooms_than_are_noted(gpu: FakeGpu, context: Context) -> None:
+    """Of very small ones the oldest are waited for, although nothing is in their way."""
+    one = _Ring(gpu, context, num_bytes=4 * MAX_ROOMS * _ALIGNMENT)
+    with gpu.held(one.readers[0].handle):
+        for _ in range(MAX_ROOMS):
+            one.put(1)
+        assert one.written == MAX_ROOMS
+        one.put(1)
+        assert one.written == MAX_ROOMS
+    one.check(MAX_ROOMS + 1)
 
 
 def test_closing_gives_everything_back(gpu: FakeGpu, context: Context) -> None:
@@ -212,7 +222,7 @@ def test_closing_gives_everything_back(gpu: FakeGpu, context: Context) -> None:
         one.put(_ALIGNMENT)
     one.put(5 * _ALIGNMENT)
     one.check(9)
-    assert gpu.holdings["events"] == 16
+    assert gpu.holdings["events"] == 2 * MAX_ROOMS
     assert gpu.holdings["device bytes"] == _RING_BYTES
     one.ring.close()
     assert gpu.holdings == nothing
@@ -230,22 +240,16 @@ def test_memory_that_cannot_be_had(gpu: FakeGpu, context: Context) -> None:
     assert gpu.holdings == nothing
 
 
-@pytest.mark.parametrize("made", [0, 1])
+@pytest.mark.parametrize("made", [0, 1, 2 * MAX_ROOMS - 1])
 def test_an_event_that_cannot_be_made(gpu: FakeGpu, context: Context, made: int) -> None:
-    """Whichever of the two: no room is taken, the next is at the same place, all is given back."""
+    """Whichever of them: there is no ring, and all is given back."""
     nothing = gpu.holdings
-    one = _Ring(gpu, context)
-    first = one.put(_ALIGNMENT)
     left = iter(range(made))
-    with gpu.failing("cuEventCreate", when=lambda *_: next(left, None) is None):
-        for _ in range(3):
-            with pytest.raises(DriverError):
-                one.put(_ALIGNMENT)
-    assert len(gpu.events) == 2 + made
-    assert one.put(_ALIGNMENT).address == first.end
-    assert len(gpu.events) == 4
-    one.check(2)
-    one.ring.close()
+    with (
+        gpu.failing("cuEventCreate", when=lambda *_: next(left, None) is None),
+        pytest.raises(DriverError),
+    ):
+        StagingRing(context, _RING_BYTES)
     assert gpu.holdings == nothing
 
 

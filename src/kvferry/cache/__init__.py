@@ -13,13 +13,16 @@ from kvferry.cache.parts import (
     resolved_config,
     tier_options,
 )
+from kvferry.cache.peer import HostPeer, PeerLoad
 from kvferry.cache.reports import CloseReport, Explanation, FlushReport
 
 __all__ = [
     "CloseReport",
     "Explanation",
     "FlushReport",
+    "HostPeer",
     "KVFerry",
+    "PeerLoad",
     "backend_options",
     "make_engine",
     "make_pools",

@@ -21,6 +21,7 @@ from kvferry.errors import ConfigError
 from kvferry.events import EventLog
 from kvferry.index import Namespace, PrefixIndex, page_keys
 from kvferry.metrics import Metrics, NullMetrics
+from kvferry.sharing import SharedDataPlane
 from kvferry.tiers import DataPlane, DeviceSlots, TierManager, Verify, check_whole
 from kvferry.types import SlotKind
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from kvferry.index import ContentSpan
     from kvferry.metrics import MetricsSink
     from kvferry.ranks import Ranks
+    from kvferry.sharing import SharedHost
     from kvferry.storage import StorageBackend
     from kvferry.switches import Switches
     from kvferry.tiers import FetchHandle, LoadHandle, Match, StoreHandle
@@ -57,6 +59,8 @@ class KVFerry(CacheLife):
         writes_storage: False on all ranks but one of those that have the same bytes, whose
             namespaces have the same `shard`: they read what that one writes.
         ranks: Who must agree on prefixes, where several processes serve one model.
+        shared: The peers that load from this cache's host copy too, as their bytes are the same;
+            closed with the cache. Each of them is a `HostPeer`.
         metrics: Is told of what happens; None: as the config says. Or the section of the config.
         events: Takes events; None: a new log as the config says.
         clock: Seconds that never go back.
@@ -80,6 +84,7 @@ class KVFerry(CacheLife):
         storage: StorageBackend | Mapping[str, Any] | None = None,
         writes_storage: bool = True,
         ranks: Ranks | None = None,
+        shared: SharedHost | None = None,
         metrics: MetricsSink | Mapping[str, Any] | None = None,
         events: EventLog | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -105,7 +110,7 @@ class KVFerry(CacheLife):
         else:
             self.metrics = Metrics() if config.metrics.enabled else NullMetrics()
         verify = Verify(config.integrity.verify)
-        pools = make_pools(geometry, device_pool, config)
+        pools = make_pools(geometry, device_pool, config, shared=shared is not None)
         engines = {
             kind: make_engine(
                 device_pool,
@@ -116,7 +121,11 @@ class KVFerry(CacheLife):
             )
             for kind, pool in pools.items()
         }
-        data = DataPlane(geometry, engines, pools, verify=verify)
+        data = (
+            DataPlane(geometry, engines, pools, verify=verify)
+            if shared is None
+            else SharedDataPlane(geometry, engines, pools, verify=verify, host=shared)
+        )
         self.switches: Switches = config.switches()
         if storage is not None:
             self.switches.flip(storage=True)

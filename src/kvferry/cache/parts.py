@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvferry.config import Config
 from kvferry.kernels.jit import process_loader
-from kvferry.memory import HostPool, HugePages, split_budget
+from kvferry.memory import AttachedHostPool, HostPool, HugePages, split_budget
 from kvferry.tiers import PrefetchPolicy, StorePolicy, TierOptions, Verify
 from kvferry.transfer import TransferEngine
 from kvferry.types import SlotKind
@@ -46,9 +46,9 @@ def backend_options(config: Config) -> dict[str, Any]:
 
 
 def make_pools(
-    geometry: Geometry, device_pool: PoolView, config: Config
+    geometry: Geometry, device_pool: PoolView, config: Config, *, shared: bool = False
 ) -> dict[SlotKind, HostPool]:
-    """All pools together take no more than the configured size.
+    """All pools together take no more than the configured size; `shared` as for `HostPool`.
 
     Raises as `HostPool`; NoDeviceError and the like, where the GPU is to be asked where it is.
     """
@@ -74,6 +74,7 @@ def make_pools(
             # Memory is near to a device, so without one there is nothing to be near to.
             numa_node=None if bus_id is None else _NUMA_NODE[host.numa],
             device_bus_id=bus_id,
+            shared=shared,
             reserve_bytes=host.reserve_bytes,
         )
         for kind in SlotKind
@@ -100,7 +101,12 @@ def device_pool_bytes(pool: PoolView) -> int:
 
 
 def make_engine(
-    device_pool: PoolView, pool: HostPool, config: Config, *, verify: bool, timed: bool
+    device_pool: PoolView,
+    pool: HostPool | AttachedHostPool,
+    config: Config,
+    *,
+    verify: bool,
+    timed: bool,
 ) -> TransferEngine:
     """The engine between the device pool and one of the host pools; `timed` where that is told."""
     if device_pool.device.partition(":")[0] == "cpu":

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvferry.kernels.copy_config import CopyPath, GroupedConfig
 from kvferry.kernels.jit import KernelLoader, KernelSource, Module, PreparedLaunch
+from kvferry.kernels.staged_call import LaunchArgs
 from kvferry.kernels.transfer_args import SpanArgs, TransferArgs
+
+if TYPE_CHECKING:
+    from kvferry.errors import DriverError
 
 __all__ = ["RELAYOUT_BLOCKS", "MoveKernels", "page_work"]
 
@@ -38,6 +42,10 @@ def page_work(path: CopyPath, span: SpanArgs) -> int:
     if path is CopyPath.REALIGN:
         return -(-int(span.num_bytes) // _TILE_BYTES)
     return int(span.rows_per_page)
+
+
+def _possible(num_blocks: int) -> int:
+    return max(1, min(num_blocks, _MAX_BLOCKS))
 
 
 def _items(path: CopyPath, work: int) -> int:
@@ -111,6 +119,29 @@ class MoveKernels:
         prepared.parameters.digest_only = digest_only
         self._launch(CopyPath.REALIGN.value, num_blocks, stream, relayout)
 
+    def relayout(
+        self, path: CopyPath, num_blocks: int, *, first_span: int, num_spans: int, page_work: int
+    ) -> LaunchArgs:
+        """What compiled code is told to launch flat or realign as `flat` and `realign` do here."""
+        prepared = self._prepared(path.value, relayout=True)
+        return LaunchArgs(
+            function=prepared.function_address,
+            parameters=prepared.parameters_address,
+            blocks=_possible(num_blocks),
+            threads=prepared.num_threads,
+            shared_bytes=prepared.shared_bytes,
+            first_span=first_span,
+            num_spans=num_spans,
+            page_work=page_work,
+            depth=_FLAT_DEPTH if path is CopyPath.FLAT else 1,
+        )
+
+    def refused(self, function: int, num_blocks: int, status: Any) -> DriverError:
+        """What to raise where compiled code could not launch `function`, of `relayout`."""
+        prepared = next(one for one in self._launches.values() if one.function_address == function)
+        prepared.resize((_possible(num_blocks), 1, 1))
+        return prepared.refused(status)
+
     def grouped(self, config: GroupedConfig, num_blocks: int, stream: Any) -> None:
         """Move the spans of `transfer` element by element; its digests need `realign` after it."""
         parameters = self._prepared(CopyPath.GROUPED.value).parameters
@@ -125,7 +156,7 @@ class MoveKernels:
 
     def _launch(self, name: str, num_blocks: int, stream: Any, relayout: bool = False) -> None:
         prepared = self._prepared(name, relayout)
-        prepared.resize((max(1, min(num_blocks, _MAX_BLOCKS)), 1, 1))
+        prepared.resize((_possible(num_blocks), 1, 1))
         prepared.launch(stream)
 
     def _prepared(self, name: str, relayout: bool = False) -> PreparedLaunch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvferry.memory.attached import AttachedHostPool
 from kvferry.memory.backing import HUGE_PAGE_BYTES, Backing, HugePages, PageKind
 from kvferry.memory.budget import (
     MAX_DEFAULT_RESERVE_BYTES,
@@ -33,6 +34,7 @@ __all__ = [
     "DEFAULT_STATE_FRACTION",
     "HUGE_PAGE_BYTES",
     "MAX_DEFAULT_RESERVE_BYTES",
+    "AttachedHostPool",
     "Backing",
     "BudgetSource",
     "BudgetVerdict",

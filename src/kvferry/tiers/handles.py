@@ -36,6 +36,8 @@ DEFAULT_TIMEOUT_SECS = 60.0
 class Waitable(Protocol):
     """A transfer as the data plane of this process hands it out."""
 
+    job: int
+
     def wait_layer(self, layer: int, stream: int | None = None) -> None: ...
 
     def wait_all(self, stream: int | None = None) -> None: ...
@@ -191,6 +193,11 @@ class LoadHandle(_TransferHandle):
     def set_first_page(self, page: int) -> None:
         """The first page of the prompt that moves."""
         self._first_page = page
+
+    @property
+    def ticket(self) -> tuple[int, ...]:
+        """What a `HostPeer` begins the same load by, where ranks share a host copy; may be sent."""
+        return tuple(transfer.job for transfer in self.transfers)
 
     def wait_layer(self, layer: int, stream: int | None = None) -> None:
         """Order later work on `stream` after the bytes of model layer `layer`. Does not block.

@@ -38,6 +38,7 @@ class DeviceTransfer(TransferHandle):
         plan: TransferPlan,
         route: Route,
         *,
+        mover: str,
         verified: bool,
         context: Context,
         current_stream: Callable[[], int],
@@ -66,6 +67,7 @@ class DeviceTransfer(TransferHandle):
         self.lost = False
         """Nobody can tell any more when it ends: it keeps what it holds for ever."""
 
+        self._mover = mover
         self._verified = verified
         self._context = context
         self._current_stream = current_stream
@@ -84,7 +86,7 @@ class DeviceTransfer(TransferHandle):
         table = self.held.table
         words = [] if table is None else [table.path]
         if self.route.mover is Mover.STAGED or not words:
-            words.insert(0, self.route.mover.value)
+            words.insert(0, self._mover)
         return " ".join(words)
 
     @property

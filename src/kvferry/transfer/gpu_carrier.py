@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from kvferry.errors import (
@@ -16,6 +16,7 @@ from kvferry.errors import (
 )
 from kvferry.kernels import CopyDecision, MoveKernels
 from kvferry.kernels.jit import Event, Stream
+from kvferry.transfer.arrivals import Arrivals
 from kvferry.transfer.caller_stream import current_stream
 from kvferry.transfer.captured_transfer import CapturedTransfer
 from kvferry.transfer.closing import Closes, close_all
@@ -101,6 +102,7 @@ class GpuCarrier:
                         self._launcher,
                         self._pinned,
                         staging_bytes=options.staging_bytes,
+                        compiled=options.compiled,
                     )
                 )
                 self._router.batched = self._staged.batched
@@ -166,6 +168,7 @@ class GpuCarrier:
             transfer = DeviceTransfer(
                 plan,
                 route,
+                mover=self._mover_name(route),
                 verified=self._verify,
                 context=self._context,
                 current_stream=self.current_stream,
@@ -218,7 +221,7 @@ class GpuCarrier:
             # Where one of these fails, the graph may hold the others: nothing is given back.
             commands.copy_in(theirs)
             commands.keep_rows(theirs)
-            launch_direct(self._launcher, plan, table, commands, theirs, lambda *_: None)
+            launch_direct(self._launcher, plan, table, commands, theirs, None)
             self._launcher.finish(plan, table, commands, theirs)
             commands.copy_out(theirs)
             return captured
@@ -228,6 +231,11 @@ class GpuCarrier:
             if captured in self._captured:
                 self._captured.remove(captured)
             captured.held.give_back()
+
+    def _mover_name(self, route: Route) -> str:
+        """The mover of `route`, and whether it calls the driver from Python, which takes longer."""
+        staged = self._staged if route.mover is Mover.STAGED else None
+        return f"{route.mover.value}{' interpreted' if staged and not staged.compiled else ''}"
 
     def _nothing_yet(self, plan: TransferPlan) -> Holdings:
         """What a transfer holds before it has anything, where the engine takes one."""
@@ -266,9 +274,7 @@ class GpuCarrier:
         staged = self._staged if route.mover is Mover.STAGED else None
         interval = transfer.interval
 
-        def reached(layers: Sequence[int], at: Stream) -> None:
-            transfer.layers.update(dict.fromkeys(layers, self._recorded(at)))
-
+        arrivals = Arrivals(self._in_flight, transfer.layers)
         ours = (streams.kernels, streams.aside, streams.copies)
         transfer.ends_in = ours
         # While the caller's stream is still at its work: nothing of it is read here.
@@ -285,12 +291,12 @@ class GpuCarrier:
         if staged is None:
             if interval is not None:
                 interval.begin(streams.kernels)
-            launch_direct(self._launcher, plan, table, commands, streams.kernels, reached)
+            launch_direct(self._launcher, plan, table, commands, streams.kernels, arrivals)
             transfer.moved = transfer.layers[plan.model_layers[-1]]
         else:
-            staged.launch(plan, route, table, commands, streams, reached, interval)
+            staged.launch(plan, route, table, commands, streams, arrivals, interval)
             is_load = plan.direction is Direction.LOAD
-            transfer.moved = self._recorded(streams.kernels if is_load else streams.copies)
+            transfer.moved = arrivals.recorded(streams.kernels if is_load else streams.copies)
         streams.reports.wait_for(transfer.moved)
         if interval is not None:
             interval.end(streams.kernels if staged is None else streams.copies)
@@ -302,15 +308,6 @@ class GpuCarrier:
     def current_stream(self) -> int:
         """The caller's current stream on this GPU."""
         return current_stream(self._gpu)
-
-    def _recorded(self, stream: Stream) -> Event:
-        event = self._in_flight.event()
-        try:
-            event.record(stream.handle)
-        except BaseException:
-            self._in_flight.put_back(event)
-            raise
-        return event
 
     def close(self) -> None:
         """Wait for what is in flight, well or not, then give all memory back.

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 from kvferry.errors import ConfigError
 from kvferry.kernels import UNROLLS, CopyPath
 from kvferry.transfer.movers import DEFAULT_STAGING_BYTES
-from kvferry.transfer.paths import check_gpu_paths, disabled_gpu_paths, staging_is_disabled
+from kvferry.transfer.paths import (
+    check_gpu_paths,
+    compiled_submit,
+    disabled_gpu_paths,
+    staging_is_disabled,
+)
 from kvferry.transfer.router import check_staging_bytes
 from kvferry.types import Mover
 
@@ -52,6 +57,9 @@ class GpuOptions:
 
     timed: bool = False
     """Note when bytes were on the link."""
+
+    compiled: bool = False
+    """Call the driver from compiled code where that is possible."""
 
     @classmethod
     def checked(
@@ -118,6 +126,7 @@ class GpuOptions:
             why_not_staged=why_not,
             profile=profile,
             timed=timed,
+            compiled=compiled_submit(),
         )
 
 

@@ -15,6 +15,7 @@ from kvferry.transfer.staging import cut_copy, wants_one_call
 from kvferry.types import Direction
 
 if TYPE_CHECKING:
+    from kvferry.errors import DriverError
     from kvferry.kernels.jit import Context, Stream
     from kvferry.transfer.host_pages import PinnedAddresses
     from kvferry.transfer.plan import TransferPlan
@@ -40,20 +41,27 @@ class HostCopies:
             direction: RowCopy(context, to_device=direction is Direction.LOAD)
             for direction in Direction
         }
-        self._pieces: PieceCopy | None
+        self.pieces: PieceCopy | None
+        """None: the driver has no call for many pieces."""
         try:
-            self._pieces = PieceCopy(context)
+            self.pieces = PieceCopy(context)
         except DriverTooOldError:
-            self._pieces = None
+            self.pieces = None
 
     @property
     def batched(self) -> bool:
         """Whether many pieces can go in one call. With an older driver each run is a call."""
-        return self._pieces is not None
+        return self.pieces is not None
+
+    def refused(self, direction: Direction, status: int, num_pieces: int) -> DriverError:
+        """What to raise where a copy gave `status`: of so many pieces, or 0 for one of rows."""
+        if self.pieces is not None and num_pieces:
+            return self.pieces.refused(status, num_pieces)
+        return self._rows[direction].refused(status)
 
     def of(self, plan: TransferPlan, stream: Stream) -> PlanCopies:
         """Those of one plan, in `stream`."""
-        return PlanCopies(plan, stream, self._rows[plan.direction], self._pieces, self._pinned)
+        return PlanCopies(plan, stream, self._rows[plan.direction], self.pieces, self._pinned)
 
 
 class _Pages(NamedTuple):
@@ -84,6 +92,7 @@ class PlanCopies:
         self._rows = rows
         self._pieces = pieces
         self._pinned = pinned
+        self._runs = plan.host_runs
         self._pages: dict[int, _Pages] = {}
 
     def submit(self, piece: Piece, group: Group, staging: int) -> None:
@@ -94,7 +103,7 @@ class PlanCopies:
         Raises:
             DriverError: The driver refused, or earlier work has failed.
         """
-        runs = self._plan.host_runs
+        runs = self._runs
         if len(runs) == 1:
             self._copy_runs(piece, group, staging, _ONE_RUN)
             return
@@ -112,7 +121,7 @@ class PlanCopies:
         copy, stream = self._rows.submit, self._stream
         end = piece.first_page + piece.num_pages
         for at in which:
-            run = self._plan.host_runs[at]
+            run = self._runs[at]
             begin = max(run.first_page, piece.first_page)
             rows = min(run.first_page + run.num_pages, end) - begin
             slot = run.first_slot + begin - run.first_page

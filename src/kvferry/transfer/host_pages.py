@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -28,9 +30,17 @@ class PinnedAddresses(Protocol):
     def chunk_of(self, host_address: int) -> PinnedChunk:
         """The registration that `host_address` lies in: no copy may cross its ``end``."""
 
+    @property
+    def chunks(self) -> Sequence[PinnedChunk]:
+        """All registrations, by host address."""
+
 
 class PinnedChunk(Protocol):
     """One registration of pinned memory."""
+
+    @property
+    def address(self) -> int:
+        """The host address of its first byte."""
 
     @property
     def end(self) -> int:

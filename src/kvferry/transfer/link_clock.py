@@ -116,15 +116,19 @@ class LinkInterval:
     def __init__(self, clock: LinkClock, anchor: _Anchor, first: Event, last: Event) -> None:
         self._clock = clock
         self._anchor = anchor
-        self._first, self.last = first, last
+        self.first, self.last = first, last
         self._has_begun = self._is_over = False
         anchor.num_users += 1
 
     def begin(self, stream: Stream) -> None:
         """The first byte is next in `stream`. Only the first call counts."""
         if not self._has_begun:
-            self._first.record(stream.handle)
+            self.first.record(stream.handle)
             self._has_begun = True
+
+    def begun(self) -> None:
+        """`first` was recorded where the first byte was next in its stream."""
+        self._has_begun = True
 
     def end(self, stream: Stream) -> None:
         """The last byte is before this in `stream`; once `last` is reached, `take` may be called.
@@ -146,10 +150,10 @@ class LinkInterval:
         told = None
         if whole:
             try:
-                begin = self._anchor.seconds + self._first.seconds_since(self._anchor.event)
-                told = begin, begin + max(self.last.seconds_since(self._first), 0.0)
+                begin = self._anchor.seconds + self.first.seconds_since(self._anchor.event)
+                told = begin, begin + max(self.last.seconds_since(self.first), 0.0)
             except DriverError as refused:
                 # The bytes are there all the same.
                 _logger.warning("the driver does not say how long a transfer took: %s", refused)
-        self._clock.give_back(self._anchor, self._first, self.last)
+        self._clock.give_back(self._anchor, self.first, self.last)
         return told

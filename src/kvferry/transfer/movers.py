@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.kernels import RELAYOUT_BLOCKS
 from kvferry.kernels.jit import Event, Stream
 from kvferry.transfer.closing import close_all
+from kvferry.transfer.compiled_staging import CompiledStaging
 from kvferry.transfer.host_copies import HostCopies
 from kvferry.transfer.staging import SHORT_PIECE_BYTES, piece_capacity, pieces_of
 from kvferry.transfer.staging_ring import StagingRing
 from kvferry.types import Direction
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from kvferry.kernels.jit import Context
+    from kvferry.transfer.arrivals import Arrivals
     from kvferry.transfer.command_buffer import CommandBuffer
     from kvferry.transfer.host_pages import PinnedAddresses
     from kvferry.transfer.link_clock import LinkInterval
@@ -59,23 +62,23 @@ class Streams(NamedTuple):
         )
 
 
-Reached = Callable[[Sequence[int], Stream], None]
-"""Called where a stream has come to the end of model layers."""
-
-
 def launch_direct(
     launcher: SpanLauncher,
     plan: TransferPlan,
     table: SpanTable,
     commands: CommandBuffer,
     kernels: Stream,
-    reached: Reached,
+    arrivals: Arrivals | None,
 ) -> None:
-    """The direct mover: kernels in `kernels` read and write host memory in place."""
+    """The direct mover: kernels in `kernels` read and write host memory in place.
+
+    `arrivals` is None inside a graph, where no layer is waited for.
+    """
     launcher.begin(plan, table, commands)
     for step in table.steps:
         launcher.launch(step, kernels)
-        reached(step.layers, kernels)
+        if arrivals is not None:
+            arrivals.mark(step.layers, kernels)
 
 
 class StagedMover:
@@ -93,6 +96,7 @@ class StagedMover:
         launcher: Of the mover's engine.
         pinned: The host pool.
         staging_bytes: Device memory of each direction, allocated now.
+        compiled: Call the driver from compiled code.
 
     Raises:
         DriverError: There is no device memory for it.
@@ -105,6 +109,7 @@ class StagedMover:
         pinned: PinnedAddresses,
         *,
         staging_bytes: int,
+        compiled: bool,
     ) -> None:
         self._launcher = launcher
         self._copies = HostCopies(context, pinned)
@@ -113,13 +118,32 @@ class StagedMover:
         self._cuts: dict[tuple[int, int], tuple[Route, list[Piece]]] = {}
         self._rings: dict[Direction, StagingRing] = {}
         self._begun: dict[Direction, Event] = {}
+        self._compiled: CompiledStaging | None
         try:
             for direction in Direction:
                 self._begun[direction] = Event(context)
                 self._rings[direction] = StagingRing(context, staging_bytes)
+            self._compiled = (
+                CompiledStaging(
+                    context,
+                    launcher,
+                    self._copies,
+                    pinned,
+                    self._rings,
+                    self._begun,
+                    self._blocks,
+                )
+                if compiled
+                else None
+            )
         except BaseException:
             self.close()
             raise
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the driver is called from compiled code."""
+        return self._compiled is not None
 
     @property
     def batched(self) -> bool:
@@ -138,7 +162,7 @@ class StagedMover:
         table: SpanTable,
         commands: CommandBuffer,
         streams: Streams,
-        reached: Reached,
+        arrivals: Arrivals,
         interval: LinkInterval | None = None,
     ) -> None:
         """Enqueue `plan` behind what `streams.kernels` and `streams.copies` hold.
@@ -146,6 +170,27 @@ class StagedMover:
         All its kernels are over where `streams.kernels` is, all its copies where `streams.copies`.
         `interval` is told where the first copy begins.
         """
+        pieces = self._pieces(plan, route)
+        if self._compiled is not None and self._compiled.carries(table):
+            self._compiled.launch(plan, route, table, commands, streams, pieces, arrivals, interval)
+        else:
+            self._launch(plan, route, table, commands, streams, pieces, arrivals, interval)
+        if not pieces:  # what is over in either stream is over
+            for step in table.steps:
+                arrivals.mark(step.layers, streams.kernels)
+
+    def _launch(
+        self,
+        plan: TransferPlan,
+        route: Route,
+        table: SpanTable,
+        commands: CommandBuffer,
+        streams: Streams,
+        pieces: Sequence[Piece],
+        arrivals: Arrivals,
+        interval: LinkInterval | None,
+    ) -> None:
+        """Call after call, from here; csrc/staged_submit.c makes the same ones."""
         is_load = plan.direction is Direction.LOAD
         ring, copies = self._rings[plan.direction], streams.copies
         lanes = (streams.kernels, streams.aside)
@@ -156,7 +201,7 @@ class StagedMover:
         copy = self._copies.of(plan, copies).submit
         self._launcher.begin(plan, table, commands)
         before: Event | None = None  # where the piece before is, in the other lane
-        for number, piece in enumerate(self._pieces(plan, route)):
+        for number, piece in enumerate(pieces):
             group, step = route.groups[piece.group], table.steps[piece.group]
             lane = lanes[number % 2]
             brings, takes = (copies, lane) if is_load else (lane, copies)
@@ -181,14 +226,12 @@ class StagedMover:
                 # where the last are there, all are.
                 if before is not None:
                     lane.wait_for(before)
-                reached(step.layers, lane)
+                arrivals.mark(step.layers, lane)
             before = room.emptied if is_load else room.filled
         if before is not None:
             streams.kernels.wait_for(before)
-        else:  # there are no pages, and what is over in either stream is over
+        else:  # there are no pages
             copies.wait_for(begun)
-            for step in table.steps:
-                reached(step.layers, streams.kernels)
 
     def _pieces(self, plan: TransferPlan, route: Route) -> list[Piece]:
         """How `plan` is cut; the same for each of so many pages, so it is kept."""

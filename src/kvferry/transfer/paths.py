@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvferry.env import bad_variables, disabled_paths
 from kvferry.errors import ConfigError, DriverError, MissingDependencyError
-from kvferry.kernels import CopyPath, native_library
+from kvferry.kernels import CopyPath, native_library, submits_compiled
 from kvferry.kernels.jit import process_loader
 from kvferry.transfer.native_mover import move_span_native
 from kvferry.transfer.numpy_mover import move_span_numpy
@@ -29,6 +29,7 @@ __all__ = [
     "check_environment",
     "check_gpu_paths",
     "choose_cpu_path",
+    "compiled_submit",
     "disabled_gpu_paths",
     "staging_is_disabled",
     "why_no_gpu",
@@ -106,6 +107,15 @@ def check_gpu_paths(disabled: Collection[CopyPath]) -> None:
 def staging_is_disabled() -> bool:
     """Whether the staged mover is switched off."""
     return Mover.STAGED.value in disabled_paths(_ALL_NAMES)
+
+
+def compiled_submit() -> bool:
+    """Whether staged transfers are submitted by compiled code; switched off with the cpu path.
+
+    Raises:
+        ConfigError: There is such code, and it cannot be used.
+    """
+    return _COMPILED.name not in disabled_paths(_ALL_NAMES) and submits_compiled()
 
 
 def choose_cpu_path(name: str | None = None) -> CpuPath:

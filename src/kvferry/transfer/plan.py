@@ -25,7 +25,7 @@ from kvferry.transfer.indices import (
     rows_of_pages,
     run_length,
 )
-from kvferry.transfer.staging import Run, runs_of
+from kvferry.transfer.staging import Run, run_table, runs_of
 from kvferry.types import Direction, SlotKind
 
 if TYPE_CHECKING:
@@ -87,9 +87,14 @@ class TransferPlan:
         return found
 
     @functools.cached_property
+    def run_table(self) -> NDArray[np.int64]:
+        """Pages in neighbouring host slots, in the order of the plan; see `run_table`."""
+        return run_table(self.host_slots)
+
+    @property
     def host_runs(self) -> list[Run]:
-        """Pages in neighbouring host slots, in the order of the plan."""
-        return runs_of(self.host_slots)
+        """The rows of `run_table`."""
+        return runs_of(self.run_table)
 
     @property
     def num_bytes(self) -> int:

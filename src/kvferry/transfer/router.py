@@ -72,7 +72,7 @@ class Router:
 
     def route(self, plan: TransferPlan) -> Route:
         """How `plan` is carried."""
-        pages, runs = planned_count(plan.num_pages), planned_count(len(plan.host_runs))
+        pages, runs = planned_count(plan.num_pages), planned_count(len(plan.run_table))
         key = (plan.direction, pages, runs, *plan.spans_key)
         found = self._routes.get(key)
         if found is None:

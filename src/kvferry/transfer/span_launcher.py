@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvferry.kernels import CopyPath, MoveKernels
 from kvferry.types import Direction, Mover
 
 if TYPE_CHECKING:
+    from kvferry.errors import DriverError
+    from kvferry.kernels import LaunchArgs, TransferArgs
     from kvferry.kernels.jit import Stream
     from kvferry.transfer.span_table import Carried, Launch, SpanTable, Step
     from kvferry.transfer.staging import Piece
@@ -118,6 +120,28 @@ class SpanLauncher:
         args.host_base = staging
         for launch in step.launches:
             self._move(launch, self._blocks or blocks, stream, relayout=True)
+
+    @property
+    def transfer(self) -> TransferArgs:
+        """What all kernels read; `begin` fills it."""
+        return self._kernels.transfer
+
+    def relayouts(self, step: Step, blocks: int) -> list[LaunchArgs]:
+        """What `launch_staged` launches for a step of flat and realign, for compiled code."""
+        return [
+            self._kernels.relayout(
+                launch.path,
+                self._blocks or blocks,
+                first_span=launch.first,
+                num_spans=launch.num_spans,
+                page_work=launch.page_work,
+            )
+            for launch in step.launches
+        ]
+
+    def refused(self, function: int, blocks: int, status: Any) -> DriverError:
+        """What to raise where compiled code could not launch `function`, of `relayouts`."""
+        return self._kernels.refused(function, self._blocks or blocks, status)
 
     def finish(
         self, plan: Launched, table: SpanTable, commands: LaunchMemory, stream: Stream

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvferry.geometry import Span
 
 __all__ = [
+    "PARTS_WORTH_A_CALL",
     "SHORT_PIECE_BYTES",
     "Band",
     "Group",
@@ -34,6 +35,7 @@ __all__ = [
     "piece_capacity",
     "pieces_of",
     "place_of",
+    "run_table",
     "runs_of",
     "wants_one_call",
 ]
@@ -41,7 +43,8 @@ __all__ = [
 _BAND_ALIGNMENT = 256
 # The copy engine's limit on the bytes from one row to the next: CU_DEVICE_ATTRIBUTE_MAX_PITCH.
 _MAX_PITCH = (1 << 31) - 1
-_PARTS_WORTH_A_CALL = 60
+PARTS_WORTH_A_CALL = 60
+"""A call of the copy engine may have so many parts before several calls are better."""
 SHORT_PIECE_BYTES = 4 << 20
 """The shortest last piece of a load and first of a store: its relayout is beside no copy."""
 
@@ -303,17 +306,26 @@ def wants_one_call(num_calls: int, num_parts: int) -> bool:
     A call pauses the copy engine for 3 us; parts of one call do not, but each costs the CPU half a
     microsecond, which counts a tenth.
     """
-    return num_calls > 1 and num_calls * _PARTS_WORTH_A_CALL > num_parts
+    return num_calls > 1 and num_calls * PARTS_WORTH_A_CALL > num_parts
 
 
-def runs_of(host_slots: NDArray[np.int64]) -> list[Run]:
-    """The runs of a plan's host slots, in the plan's order."""
+def run_table(host_slots: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The runs of a plan's host slots, in the plan's order: the fields of a `Run` each.
+
+    Shapes: slots ``[N]``, runs ``[runs, 3]``, side by side in memory.
+    """
     if host_slots.size < 2:  # of which there are many, and numpy costs by the call
-        return [Run(0, slot, 1) for slot in host_slots.tolist()]
+        return np.array([(0, slot, 1) for slot in host_slots.tolist()], np.int64).reshape(-1, 3)
     begins = np.flatnonzero(host_slots[1:] - host_slots[:-1] != 1) + 1
-    first = [0, *begins.tolist()]
-    ends = [*first[1:], host_slots.size]
-    slots = host_slots[first].tolist()
-    return [
-        Run(begin, slot, end - begin) for begin, slot, end in zip(first, slots, ends, strict=True)
-    ]
+    table = np.empty((begins.size + 1, 3), np.int64)
+    table[0, 0] = 0
+    table[1:, 0] = begins
+    table[:, 1] = host_slots[table[:, 0]]
+    table[:-1, 2] = table[1:, 0] - table[:-1, 0]
+    table[-1, 2] = host_slots.size - table[-1, 0]
+    return table
+
+
+def runs_of(table: NDArray[np.int64]) -> list[Run]:
+    """The rows of a `run_table`."""
+    return [Run(*row) for row in table.tolist()]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import collections
+import ctypes
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.errors import DriverError
+from kvferry.kernels import RingArgs, RoomArgs
 from kvferry.kernels.jit import DeviceBuffer, Event
 from kvferry.transfer.closing import close_all
 
@@ -14,9 +15,11 @@ if TYPE_CHECKING:
 
     from kvferry.kernels.jit import Context, Stream
 
-__all__ = ["StagingRing", "StagingRoom"]
+__all__ = ["MAX_ROOMS", "StagingRing", "StagingRoom"]
 
 _ALIGNMENT = 512
+MAX_ROOMS = 64
+"""Rooms that are not known to be empty; small ones beyond them wait like those without bytes."""
 
 
 class StagingRoom(NamedTuple):
@@ -34,14 +37,15 @@ class StagingRoom(NamedTuple):
 class StagingRing:
     """`num_bytes` of device memory, given out in order, again and again.
 
-    The context must be current for every call.
+    Its state is in `args`, where compiled code takes rooms as `take` does. The context must be
+    current for every call.
 
     Raises:
         DriverError: There is no device memory for it.
     """
 
     def __init__(self, context: Context, num_bytes: int) -> None:
-        self._context = context
+        self._events: list[Event] = []
         try:
             self._memory = DeviceBuffer(context, num_bytes)
         except DriverError as full:
@@ -50,15 +54,30 @@ class StagingRing:
                 f"smaller staging_bytes, or 0 to do without"
             )
             raise
-        self._live: collections.deque[StagingRoom] = collections.deque()
-        self._events: list[Event] = []
-        self._spare: list[Event] = []
-        self._next = self._memory.address
+        try:
+            for _ in range(2 * MAX_ROOMS):
+                self._events.append(Event(context))
+        except BaseException:
+            self.close()
+            raise
+        self._rooms = (RoomArgs * MAX_ROOMS)()
+        for index, room in enumerate(self._rooms):
+            room.filled, room.emptied = (int(one.handle) for one in self._pair(index))
+        self.args = RingArgs(
+            address=self._memory.address,
+            num_bytes=num_bytes,
+            next=self._memory.address,
+            rooms=ctypes.addressof(self._rooms),
+            num_rooms=MAX_ROOMS,
+        )
 
     @property
     def num_bytes(self) -> int:
         """All of it."""
         return self._memory.num_bytes
+
+    def _pair(self, index: int) -> list[Event]:
+        return self._events[2 * index : 2 * index + 2]
 
     def take(self, num_bytes: int, streams: Sequence[Stream]) -> StagingRoom:
         """Room for `num_bytes`, at most those of the ring.
@@ -66,34 +85,34 @@ class StagingRing:
         `streams` are all that may ever write to the ring, as a room is forgotten once it is in
         the way: they wait on the GPU until what lay there is empty.
         """
-        begin, limit = self._next, self._memory.address + self._memory.num_bytes
-        if begin + num_bytes > limit:
-            begin = self._memory.address
+        ring = self.args
+        begin = ring.next
+        if begin + num_bytes > ring.address + ring.num_bytes:
+            begin = ring.address
         end = begin + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         # Rooms are live in the order of the ring, so those in the way are the oldest ones.
-        while self._live and self._in_the_way(self._live[0], begin, end):
-            before = self._live[0]
+        while ring.num_live and (
+            ring.num_live == MAX_ROOMS or self._in_the_way(self._rooms[ring.oldest], begin, end)
+        ):
+            _, emptied = self._pair(ring.oldest)
             for stream in streams:
-                stream.wait_for(before.emptied)
-            self._live.popleft()  # only now: where a wait is refused, the next must wait, too
-            self._spare += (before.filled, before.emptied)
-        while len(self._spare) < 2:
-            self._events.append(made := Event(self._context))
-            self._spare.append(made)
-        room = StagingRoom(begin, end, filled=self._spare.pop(), emptied=self._spare.pop())
-        self._live.append(room)
-        self._next = end
-        return room
+                stream.wait_for(emptied)
+            # Only now: where a wait is refused, the next must wait, too.
+            ring.oldest = (ring.oldest + 1) % MAX_ROOMS
+            ring.num_live -= 1
+        index = (ring.oldest + ring.num_live) % MAX_ROOMS
+        self._rooms[index].begin, self._rooms[index].end = begin, end
+        ring.num_live += 1
+        ring.next = end
+        return StagingRoom(begin, end, *self._pair(index))
 
-    def _in_the_way(self, room: StagingRoom, begin: int, end: int) -> bool:
+    def _in_the_way(self, room: RoomArgs, begin: int, end: int) -> bool:
         # Also rooms behind the point where the ring was left early: they are older than what
         # begins at its start.
-        wrapped = begin == self._memory.address and room.address >= self._next
-        return wrapped or (room.address < end and begin < room.end)
+        wrapped = begin == self.args.address and room.begin >= self.args.next
+        return bool(wrapped or (room.begin < end and begin < room.end))
 
     def close(self) -> None:
         """Give everything back; nothing may use it any more."""
-        self._live.clear()
-        self._spare.clear()
         close_all((*self._events, self._memory))
         self._events.clear()

@@ -15,6 +15,7 @@ from kvferry.adapters.transformers.generate_call import (
     refuse_unserved,
     verifying_from,
 )
+from kvferry.adapters.transformers.kept_rows import KeptRows
 from kvferry.adapters.transformers.layer_parts import CacheParts, new_cache
 from kvferry.adapters.transformers.sequences import Sequences
 from kvferry.adapters.transformers.served_model import check_model, config_digest, probe
@@ -26,13 +27,9 @@ from kvferry.index import Namespace
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from numpy.typing import NDArray
-
     from kvferry.config import Config
 
 __all__ = ["Kept", "PrefixCache", "Restored"]
-
-_POLL_SECS = 0.05
 
 
 class Restored(NamedTuple):
@@ -109,7 +106,7 @@ class PrefixCache:
         self._max_tokens = max_tokens // page_size * page_size
         geometry = Geometry(planes=self._parts.planes, page_size=page_size)
         # One sequence at a time goes through it.
-        self._pool = self._parts.empty_tensors(1, self._max_tokens)
+        pool = self._parts.empty_tensors(1, self._max_tokens)
         namespace = Namespace(
             model=model_id,
             revision=config_digest(model.config),
@@ -118,9 +115,10 @@ class PrefixCache:
             lora=lora,
             salt=salt,
         )
-        view = self._parts.pool_view(geometry, self._pool)
+        view = self._parts.pool_view(geometry, pool)
         sections: dict[str, Any] = dict(overrides)
         self.ferry = KVFerry(geometry, view, config, namespace=namespace, **sections)
+        self._rows = KeptRows(self.ferry, self._parts, pool, self._max_tokens)
 
     # ------------------------------------------------------------------------ calls
 
@@ -184,12 +182,12 @@ class PrefixCache:
         batch, length = prompts.tokens.shape
         limit = length - 1
         while limit > 0:
-            limit, sources = self._found(prompts, limit, salt)
+            limit, sources = self._rows.found(prompts, limit, salt)
             if limit <= 0:
                 break
             tensors = self._parts.empty_tensors(batch, limit)
             ends = [
-                self._load(row, source, tensors, prompts.begins[row], limit, salt)
+                self._rows.load(row, source, tensors, prompts.begins[row], limit, salt)
                 for row, source in enumerate(sources)
             ]
             if min(ends) == limit:
@@ -270,15 +268,7 @@ class PrefixCache:
                 count = 0
             reason = ""
             if count:
-                begin = told.begins[row]
-                self._parts.read(cache, row, slice(begin, begin + count), self._pool)
-                handle = self.ferry.store(
-                    tokens[:count],
-                    has_state=self._parts.has_states,
-                    salt=salt,
-                    **self._slots(count),
-                )
-                handle.wait()
+                handle = self._rows.store(row, tokens[:count], told.begins[row], cache, salt)
                 num_stored += handle.num_stored
                 reason = str(handle.reason)
             counts.append(count)
@@ -309,67 +299,10 @@ class PrefixCache:
             common["attention_mask"] = mask[:, :-1]
         return self.prefill(input_ids[:, :-1], cache, **common).cache
 
-    def _found(
-        self, prompts: Sequences, limit: int, salt: str | None
-    ) -> tuple[int, list[NDArray[np.int64]]]:
-        """How many columns all rows have, and the tokens of each row to load."""
-        while limit > 0:
-            sources = [prompts.row(row, limit) for row in range(len(prompts.begins))]
-            ends = [
-                begin + self._match(source, salt)
-                for begin, source in zip(prompts.begins, sources, strict=True)
-            ]
-            end = min(limit, *ends)
-            # A row token by token can be cut anywhere, and a state nowhere.
-            if not self._parts.has_states:
-                return end, sources
-            if {*ends} == {end}:
-                return end, [source[:end] for source in sources]
-            limit = end
-        return 0, []
-
-    def _match(self, tokens: NDArray[np.int64], salt: str | None) -> int:
-        tokens = tokens[: self._max_tokens]
-        fetch = self.ferry.prefetch(tokens, salt=salt)
-        while fetch.look() is None:  # the prefetch has a deadline of its own
-            fetch.pass_time(timeout=_POLL_SECS)
-        with self.ferry.match(tokens, salt=salt) as found:
-            return found.num_tokens
-
-    def _load(
-        self,
-        row: int,
-        tokens: NDArray[np.int64],
-        tensors: list[Any],
-        begin: int,
-        end: int,
-        salt: str | None,
-    ) -> int:
-        """Load a row into its columns from `begin` up to `end` at most; where that ended."""
-        if begin >= end:
-            return end
-        tokens = tokens[: self._max_tokens]
-        with self.ferry.match(tokens, salt=salt) as found:
-            loaded = self.ferry.load(found, **self._slots(found.num_tokens))
-        loaded.wait()
-        count = min(loaded.usable_tokens, end - begin)
-        for part, pool, tensor in zip(self._parts.parts, self._pool, tensors, strict=True):
-            if part.is_state:
-                tensor[row] = pool[0]
-            else:
-                tensor[row, :, begin : begin + count] = pool[0, :, :count]
-        return begin + count
-
     def _restored(self, tensors: list[Any], end: int) -> Restored:
         cache = new_cache(self.model.config)
         self._parts.fill(cache, tensors, end)
         return Restored(cache, end)
-
-    def _slots(self, count: int) -> dict[str, Any]:
-        return {
-            "device_slots": np.arange(count) if self._parts.has_tokens else None,
-            "plane_slots": self._parts.plane_slots() or None,
-        }
 
     def _cached(self, cache: Any) -> int:
         """How many tokens a cache holds."""

@@ -127,6 +127,14 @@ class Driver:
             ) from error
         return self.check(result, f"carry out {name}")
 
+    def entry_point(self, name: str, version: int) -> int:
+        """Where the function `name` lies, in its form of CUDA `version` (12080, say); or 0.
+
+        Raises DriverTooOldError, NoDeviceError and DriverError as `call`.
+        """
+        address, _ = self.call("cuGetProcAddress", name.encode(), version, 0)
+        return int(address)
+
     def check(self, result: tuple[Any, ...], doing: str) -> Any:
         """What `result`, as the bindings return it, has beside a status that must be success."""
         status, *values = result

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import LaunchError
 from kvferry.kernels.jit.driver import Function
+
+if TYPE_CHECKING:
+    from kvferry.errors import DriverError
 
 __all__ = ["MAX_SHARED_BYTES", "PreparedLaunch"]
 
@@ -129,9 +132,31 @@ class PreparedLaunch:
             self._handle, x, y, z, bx, by, bz, self._shared_bytes, stream, self._addresses, 0
         )
         if status is not self._success:
-            raise self._error(status)
+            raise self.refused(status)
 
-    def _error(self, status: Any) -> Exception:
+    @property
+    def function_address(self) -> int:
+        """The driver's handle of the kernel, as a number."""
+        return int(self._handle)
+
+    @property
+    def parameters_address(self) -> int:
+        """Where the addresses of the kernel's parameters lie, one after another."""
+        return self._addresses
+
+    @property
+    def num_threads(self) -> int:
+        """Of a block."""
+        x, y, z = self._block
+        return x * y * z
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of dynamic shared memory a block."""
+        return self._shared_bytes
+
+    def refused(self, status: Any) -> DriverError:
+        """What to raise where a launch gave `status`."""
         return self.function.context.driver.error(
             status,
             f"kernel {self.function.name} did not start (grid {_text(self._grid)}, block "

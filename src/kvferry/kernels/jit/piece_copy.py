@@ -12,6 +12,7 @@ from kvferry.errors import DriverTooOldError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from kvferry.errors import DriverError
     from kvferry.kernels.jit.driver import Context
     from kvferry.kernels.jit.queue import Stream
 
@@ -61,16 +62,20 @@ class PieceCopy:
                 f"{_NAME} is there from 12.8 on; update the driver"
             )
         wanted = _FIRST if version < _WITHOUT_FAILED else _WITHOUT_FAILED
-        address, _ = self._driver.call("cuGetProcAddress", _NAME.encode(), wanted, 0)
-        if not address:
+        self.entry_point = self._driver.entry_point(_NAME, wanted)
+        """Where the driver's function lies."""
+        if not self.entry_point:
             raise DriverTooOldError(f"this driver has no {_NAME}; update it")
-        self._call = (_CallOf12 if wanted == _FIRST else _Call)(int(address))
+        self._call = (_CallOf12 if wanted == _FIRST else _Call)(self.entry_point)
         self._attributes = _Attributes(source_order=1)
         self._first = ctypes.c_size_t(0)
         self._failed = ctypes.c_size_t(0)
         attributes, first, failed = (
             ctypes.addressof(one) for one in (self._attributes, self._first, self._failed)
         )
+        self.told = (attributes, first, failed if wanted == _FIRST else 0)
+        """Where the attributes of all pieces lie, the piece they begin with, and where the driver
+        puts the piece that failed; 0: it does not."""
         self._told = (attributes, first, 1, *((failed,) if wanted == _FIRST else ()))
 
     def submit(
@@ -92,5 +97,9 @@ class PieceCopy:
             *(*self._told, int(stream.handle)),
         )
         if status:
-            code = self._driver.bindings.CUresult(status)
-            raise self._driver.error(code, f"{sizes.size} pieces could not be copied")
+            raise self.refused(status, sizes.size)
+
+    def refused(self, status: int, num_pieces: int) -> DriverError:
+        """What to raise where the driver's function said `status`."""
+        code = self._driver.bindings.CUresult(status)
+        return self._driver.error(code, f"{num_pieces} pieces could not be copied")

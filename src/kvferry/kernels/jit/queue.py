@@ -5,9 +5,12 @@ Every method must be called with the context current (`Context.current`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvferry.kernels.jit.driver import Context
+
+if TYPE_CHECKING:
+    from kvferry.errors import DriverError
 
 __all__ = ["DeviceBuffer", "Event", "PinnedBuffer", "Stream"]
 
@@ -102,15 +105,21 @@ class Event:
         """Take what is in `stream` (its handle) so far."""
         (status,) = self._record(self.handle, stream)
         if status:
-            raise self._driver.error(status, "the CUDA driver could not record an event")
+            raise self.not_recorded(status)
 
     def block(self, stream: Any) -> None:
         """Let `stream` (its handle) go on only when this is reached."""
         (status,) = self._block(stream, self.handle, 0)
         if status:
-            raise self._driver.error(
-                status, "the CUDA driver could not wait for an event in a stream"
-            )
+            raise self.not_awaited(status)
+
+    def not_recorded(self, status: Any) -> DriverError:
+        """What to raise where recording it gave `status`."""
+        return self._driver.error(status, "the CUDA driver could not record an event")
+
+    def not_awaited(self, status: Any) -> DriverError:
+        """What to raise where waiting for it in a stream gave `status`."""
+        return self._driver.error(status, "the CUDA driver could not wait for an event in a stream")
 
     @property
     def reached(self) -> bool:

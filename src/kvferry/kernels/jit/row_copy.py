@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvferry.errors import DriverError
     from kvferry.kernels.jit.driver import Context
     from kvferry.kernels.jit.queue import Stream
 
@@ -53,6 +54,11 @@ class RowCopy:
         told.WidthInBytes, told.Height = width, rows
         (status,) = self._copy(told, stream.handle)
         if status:
-            raise self._driver.error(
-                status, "the CUDA driver could not copy rows between host and device"
-            )
+            raise self.refused(status)
+
+    def refused(self, status: int) -> DriverError:
+        """What to raise where the driver's function said `status`."""
+        code = self._driver.bindings.CUresult(int(status))
+        return self._driver.error(
+            code, "the CUDA driver could not copy rows between host and device"
+        )
