@@ -17,6 +17,7 @@ from kvferry.storage.mooncake import MooncakeBackend, backend, codes
 from kvferry.storage.mooncake.calls import CallError, Calls
 from kvferry.storage.mooncake.leased import LeasedKeys
 from kvferry.storage.mooncake.lent import LentMemory, Rooms, Way
+from kvferry.storage.raw_memory import view_of
 
 
 class _Client:
@@ -217,6 +218,8 @@ def test_the_way_of_an_object() -> None:
     assert addresses == [room.address, int(source.ctypes.data) + 100, room.address + 128]
     assert (out.num_bytes, out.num_in_place, out.staged_bytes) == (300, 1, 128 + 192)
     out.copy_out()
+    for begin, end, at in ((0, 100, addresses[0]), (150, 300, addresses[2])):
+        assert bytes(view_of(at, end - begin)) == content[begin:end].tobytes()
     back = way(target)
     back.through(room.address)
     target[100:150] = source[100:150]  # as the library would
