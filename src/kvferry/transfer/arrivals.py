@@ -27,7 +27,7 @@ class Arrivals:
 
     def mark(self, layers: Sequence[int], stream: Stream) -> None:
         """`layers` are there where `stream` is now. Raises DriverError."""
-        self.note(layers, self.recorded(stream))
+        self.note((layers,), (self.recorded(stream),))
 
     def recorded(self, stream: Stream) -> Event:
         """An event where `stream` is now. Raises DriverError."""
@@ -41,13 +41,15 @@ class Arrivals:
 
     def events(self, count: int) -> list[Event]:
         """Some that are recorded by others, then noted or put back. Raises DriverError."""
-        return [self._in_flight.event() for _ in range(count)]
+        return self._in_flight.events(count)
 
-    def note(self, layers: Sequence[int], event: Event) -> None:
-        """`layers` are there where `event` was recorded."""
-        self._layers.update(dict.fromkeys(layers, event))
+    def note(self, steps: Iterable[Sequence[int]], events: Iterable[Event]) -> None:
+        """The layers of each step are there where its event was recorded."""
+        noted = self._layers
+        for layers, event in zip(steps, events, strict=True):
+            for layer in layers:
+                noted[layer] = event
 
     def put_back(self, events: Iterable[Event]) -> None:
         """They were not recorded."""
-        for event in events:
-            self._in_flight.put_back(event)
+        self._in_flight.put_back(events)

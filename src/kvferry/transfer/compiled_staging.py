@@ -120,7 +120,7 @@ class CompiledStaging:
                 piece_attributes=attributes,
                 piece_first=first,
                 piece_failed=failed,
-                begun=int(begun[direction].handle),
+                begun=begun[direction].address,
                 chunks=ctypes.addressof(self._chunks),
                 num_chunks=len(chunks),
                 is_load=direction is Direction.LOAD,
@@ -175,18 +175,18 @@ class CompiledStaging:
         told.row_tables, told.num_row_tables = ctypes.addressof(tables), len(tables)
         told.page_seeds, told.sums = commands.page_seeds, commands.sums
         told.bad_pages = commands.bad_pages
-        told.interval = None if interval is None else int(interval.first.handle)
+        told.interval = None if interval is None else interval.first.address
         self._launcher.begin(plan, table, commands)
         events = arrivals.events(len(table.steps) if layout.pieces else 0)
         num_noted = 0
         try:
-            handles = (ctypes.c_void_p * len(events))(*(int(one.handle) for one in events))
+            handles = (ctypes.c_void_p * len(events))(*[one.address for one in events])
             told.reached = ctypes.addressof(handles)
             status = submit_staged(self._library, told)
             if interval is not None and told.interval_begun:
                 interval.begun()
-            for num_noted in range(1, told.num_reached + 1):
-                arrivals.note(table.steps[num_noted - 1].layers, events[num_noted - 1])
+            num_noted = told.num_reached
+            arrivals.note((step.layers for step in table.steps[:num_noted]), events[:num_noted])
             if status:
                 raise self._refused(told, status, plan.direction)
         finally:
