@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -190,16 +192,40 @@ def test_a_master_that_accepts_and_says_nothing() -> None:
         master.go_on()
 
 
+def _left_open(address: str, pipe: Connection) -> None:
+    """Closes a backend that gives memory when its master is dead; tells what became of that."""
+    backend = MooncakeBackend(
+        address, segment_bytes=16 << 20, buffer_bytes=4 << 20, deadline_secs=20.0
+    )
+    pipe.send(put(backend, [1], SIZE)[0].status)
+    pipe.recv()
+    backend.close()
+    ended = backend._calls._ended.wait(DEADLINE_SECS)
+    later = put(backend, [2], SIZE)[0].status
+    pipe.send((ended, backend.stats().errors["not_ended"], later))
+    os._exit(0)  # the library would wait for the dead master
+
+
 def test_a_client_that_gives_memory_is_not_ended_while_the_master_is_dead() -> None:
-    """That would stop all of the process; the client stays, and this is counted."""
-    with Master() as master:
-        backend = opened(master, segment_bytes=16 << 20)
-        assert put(backend, [1], SIZE)[0].ok
+    """That would stop all of the process; the client stays, and this is counted.
+
+    In a process of its own, where it may stay: it has threads and descriptors that come and go.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    with Master() as master, ours:
+        child = context.Process(target=_left_open, args=(master.address, theirs), daemon=True)
+        child.start()
+        theirs.close()
+        assert ours.poll(DEADLINE_SECS)
+        assert ours.recv() is ItemStatus.OK
         master.kill()
-        backend.close()
-        assert backend._calls._ended.wait(DEADLINE_SECS)
-        assert backend.stats().errors["not_ended"] == 1
-        assert put(backend, [2], SIZE)[0].status is ItemStatus.FAILED
+        ours.send(None)
+        assert ours.poll(DEADLINE_SECS)
+        assert ours.recv() == (True, 1, ItemStatus.FAILED)
+        child.join(DEADLINE_SECS)
+        assert child.exitcode == 0
+        child.close()
 
 
 def test_nothing_leaks() -> None:
