@@ -99,7 +99,7 @@ def test_the_current_stream_is_torch_s_where_torch_uses_gpus(
 ) -> None:
     """Before torch has used a GPU, and without torch, it is the legacy default stream."""
     current = SimpleNamespace(cuda_stream=9)
-    cuda = SimpleNamespace(is_initialized=lambda: False, current_stream=lambda gpu: current)
+    cuda = SimpleNamespace(is_initialized=lambda: False, current_stream=lambda _: current)
     torch = SimpleNamespace(cuda=cuda, _C=SimpleNamespace())
     monkeypatch.setitem(sys.modules, "torch", torch)
     assert current_stream(1) == 0
