@@ -124,6 +124,7 @@ $(VENV)/.c-compiler: FORCE
 
 $(VENV)/.stamp-dev: $(VENV)/.c-compiler $(VENV)/.stamp-base $(NATIVE_SOURCES)
 	$(PIP_INSTALL_SELF) --editable '.[dev]'
+	@scripts/system_packages.sh
 	@touch $@
 
 $(VENV)/.stamp-demo: $(VENV)/.c-compiler $(VENV)/.stamp-base $(NATIVE_SOURCES)

@@ -23,6 +23,7 @@ _SCRIPTS = {
     "index": "--policies lru --repeats 5",
     "tiers": "",
     "storage": "--mebibytes 256 --rounds 3",
+    "mooncake_pool": "--mebibytes 128 --rounds 3",
     "shared_host": "--ranks 1,8",
     "metrics_cost": "",
 }

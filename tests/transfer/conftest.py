@@ -15,14 +15,6 @@ only_staged = pytest.mark.parametrize("gpu", _STAGED, indirect=True)
 """For tests about the staged mover: those of engines that stage nothing do not exist."""
 
 
-def let_kvferry_find(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make `gpu` the GPU of this process."""
-    loader = FakeLoader(gpu)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("kvferry.") and hasattr(module, "process_loader"):
-            monkeypatch.setattr(module, "process_loader", lambda: loader)
-
-
 @pytest.fixture(params=["direct", *_STAGED])
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """The GPU that kvferry finds; nothing may have used memory of it that was gone.
@@ -34,7 +26,10 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     made.batches = not old
     if old:  # so that the calls from Python are gone through, too
         monkeypatch.setenv("KVFERRY_DISABLE_PATHS", "cpu")
-    let_kvferry_find(made, monkeypatch)
+    loader = FakeLoader(made)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("kvferry.") and hasattr(module, "process_loader"):
+            monkeypatch.setattr(module, "process_loader", lambda: loader)
     yield made
     made.release()
     assert made.faults == []

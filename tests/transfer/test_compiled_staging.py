@@ -5,20 +5,19 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.transfer.conftest import only_staged
-from tests.transfer.device_rig import latent
+from tests.transfer.device_rig import DeviceRig, latent
+from tests.transfer.driver_log import DriverLog
 from tests.transfer.fake_gpu import FakeGpu, Status
 from tests.transfer.scene import Scene, context_of, staged_bytes
 
-from kvferry.errors import ConfigError, PinError, TransferFaultError
+from kvferry.errors import ConfigError, DriverTooOldError, PinError, TransferFaultError
 from kvferry.geometry import Geometry, Plane
-from kvferry.kernels import native_library, staged_call, submits_compiled
-from kvferry.kernels.transfer_args import TransferArgs
+from kvferry.kernels import native, native_library, submit_staged
 from kvferry.memory.pin_driver import ContextPinDriver
 from kvferry.transfer import TransferHandle, movers
 from kvferry.transfer.staging_ring import MAX_ROOMS
@@ -29,10 +28,6 @@ pytestmark = [
     pytest.mark.skipif(native_library() is None, reason="kvferry was installed without a compiler"),
 ]
 
-_WATCHED = (
-    *("cuEventRecord", "cuStreamWaitEvent", "cuLaunchKernel"),
-    *("cuMemcpy2DAsync", "cuMemcpyBatchAsync"),
-)
 _MIXED = Geometry(
     planes=(
         Plane(name="latent", num_layers=5, element_size=656),
@@ -42,72 +37,33 @@ _MIXED = Geometry(
 )
 
 
-class _Log:
-    """What the driver is told."""
+class _Log(DriverLog):
+    """What the driver is told, from the same state of staging each time."""
 
     def __init__(self, gpu: FakeGpu, scene: Scene) -> None:
-        self.gpu = gpu
-        self.calls: list[Any] = []
-        # Which of the spare events marks a layer is chance; those of staging have their places.
         carrier: Any = scene.engine._carrier
         self.staged = carrier._staged
+        # Which of the spare events marks a layer is chance; those of staging have their places.
         events = [one for ring in self.staged._rings.values() for one in ring._events]
-        self._staging = {one.handle for one in (*events, *self.staged._begun.values())}
+        super().__init__(gpu, {one.handle for one in (*events, *self.staged._begun.values())})
 
     def of(self, move: Callable[[], TransferHandle], compiled: object) -> list[Any]:
         """The calls of one transfer, by compiled code or None; then staging is as it was before."""
-        self.calls, self.staged._compiled = [], compiled
+        self.staged._compiled = compiled
         rings = self.staged._rings.values()
         states = [(bytes(ring.args), bytes(ring._rooms)) for ring in rings]
-        for name in _WATCHED:
-            self.gpu.hooks[name] = functools.partial(self._noted, name)
-        handle = move()
-        for name in _WATCHED:
-            del self.gpu.hooks[name]
-        handle.wait()
-        assert not handle.bad_pages
+        found = self.calls_of(move)
         self.after = [(bytes(ring.args), bytes(ring._rooms)) for ring in rings]
         for ring, (args, rooms) in zip(rings, states, strict=True):
             ctypes.memmove(ctypes.addressof(ring.args), args, len(args))
             ctypes.memmove(ctypes.addressof(ring._rooms), rooms, len(rooms))
-        return self.calls
+        return found
 
     def go_on(self) -> None:
         """Leave staging as the last transfer did."""
         for ring, (args, rooms) in zip(self.staged._rings.values(), self.after, strict=True):
             ctypes.memmove(ctypes.addressof(ring.args), args, len(args))
             ctypes.memmove(ctypes.addressof(ring._rooms), rooms, len(rooms))
-
-    def _noted(self, name: str, *given: Any) -> None:
-        self.calls.append((name, *getattr(self, f"_{name}")(*given)))
-
-    def _cuEventRecord(self, event: int, stream: int) -> tuple[Any, ...]:  # noqa: N802
-        return event if event in self._staging else "a mark", stream
-
-    def _cuStreamWaitEvent(self, stream: int, event: int, _: int) -> tuple[Any, ...]:  # noqa: N802
-        return self._cuEventRecord(event, stream)
-
-    def _cuMemcpy2DAsync(self, told: SimpleNamespace, stream: Any) -> tuple[Any, ...]:  # noqa: N802
-        host, device = ("src", "dst") if told.srcMemoryType == 1 else ("dst", "src")
-        return (
-            *(getattr(told, host + "Host"), getattr(told, host + "Pitch"), host),
-            *(getattr(told, device + "Device"), getattr(told, device + "Pitch")),
-            *(told.WidthInBytes, told.Height, stream),
-        )
-
-    def _cuMemcpyBatchAsync(self, *given: Any) -> tuple[Any, ...]:  # noqa: N802
-        targets, sources, sizes, count, _, _, number, stream = given
-        arrays = [(ctypes.c_uint64 * count).from_address(at) for at in (targets, sources, sizes)]
-        return (*(int(one) for array in arrays for one in array), number, stream)
-
-    def _cuLaunchKernel(self, kernel: int, *given: Any) -> tuple[Any, ...]:  # noqa: N802
-        *dims, stream, parameters, _ = given
-        first = ctypes.c_void_p.from_address(parameters).value or 0
-        transfer = TransferArgs.from_buffer_copy(
-            ctypes.string_at(first, ctypes.sizeof(TransferArgs))
-        )
-        fields = [getattr(transfer, name) for name, *_ in TransferArgs._fields_ if name != "rows"]
-        return (kernel, *dims, stream, *transfer.rows, *fields)
 
 
 def _in_chunks(rig: Any, chunk_bytes: int, **given: bool) -> None:
@@ -217,15 +173,15 @@ def test_each_call_that_is_refused_is_named(
     scene = Scene(gpu, latent(576, 4), 8)
     slots = np.arange(24) if function == "cuMemcpy2DAsync" else np.arange(24)[::-1].copy()
     compiled = scene.engine._carrier._staged._compiled  # type: ignore[attr-defined]
-    submit, refused = staged_call.submit_staged, [0]
+    num_refused = 0
     for nth in range(40):
         left = iter(range(nth))
         inside = [False]
 
-        def only_inside(told: Any, inside: list[bool] = inside) -> int:
+        def only_inside(library: Any, told: Any, inside: list[bool] = inside) -> int:
             inside[0] = True
             try:
-                return submit(told)
+                return submit_staged(library, told)
             finally:
                 inside[0] = False
 
@@ -239,7 +195,7 @@ def test_each_call_that_is_refused_is_named(
             handle = (scene.rig.load if is_load else scene.rig.store)(scene.engine, slots, rows)
         if not found:
             break
-        refused[0] += 1
+        num_refused += 1
         with pytest.raises(TransferFaultError, match=words):
             handle.wait()
         # What it did to its own pages is undefined: all of them are written anew.
@@ -248,7 +204,7 @@ def test_each_call_that_is_refused_is_named(
         scene.host = scene.rig.on_host(np.arange(24))
         scene.move(True, slots, scene.rig.rows(24)).wait()
         scene.check()
-    assert refused[0] > 1
+    assert num_refused > 1
     assert compiled is not None
     gpu.release()
     scene.close()
@@ -259,11 +215,14 @@ def test_a_page_that_is_not_pinned(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("KVFERRY_DISABLE_PATHS", raising=False)
     scene = Scene(gpu, latent(576, 4), 9)
     compiled: Any = scene.engine._carrier._staged._compiled  # type: ignore[attr-defined]
-    pinned = compiled._pinned
     end = compiled._chunks[0].end
     compiled._chunks[0].end = compiled._chunks[0].begin + 1
-    monkeypatch.setattr(pinned, "_chunks", [])
-    with pytest.raises((PinError, IndexError)):
+
+    def refuse(address: int) -> None:
+        raise PinError(f"{address:#x} is in no registration")
+
+    monkeypatch.setattr(compiled._pinned, "chunk_of", refuse)
+    with pytest.raises(PinError, match="is in no registration"):
         scene.rig.load(scene.engine, np.arange(24), scene.rig.rows(24))
     monkeypatch.undo()
     compiled._chunks[0].end = end
@@ -272,6 +231,26 @@ def test_a_page_that_is_not_pinned(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 
 def test_code_of_another_version_is_refused(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library's word for what it is handed does not fit: said with both."""
-    monkeypatch.setattr(staged_call, "_ABI", 7)
-    with pytest.raises(ConfigError, match=r"0x7.*KVFERRY_DISABLE_PATHS=cpu"):
-        submits_compiled()
+    monkeypatch.delenv("KVFERRY_DISABLE_PATHS", raising=False)
+    monkeypatch.setitem(native._ABI, "kvferry_staged_abi", 7)
+    native_library.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"0x7.*KVFERRY_DISABLE_PATHS=cpu"):
+            DeviceRig(gpu).engine()
+    finally:
+        native_library.cache_clear()
+
+
+def test_a_driver_that_lacks_a_function_is_refused(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named when the engine is made; nobody calls address 0."""
+    monkeypatch.delenv("KVFERRY_DISABLE_PATHS", raising=False)
+    found = gpu._cu_get_proc_address
+
+    def lacking(name: bytes, *given: int) -> tuple[int, int]:
+        return (0, 0) if name == b"cuStreamWaitEvent" else found(name, *given)
+
+    monkeypatch.setattr(gpu, "_cu_get_proc_address", lacking)
+    with pytest.raises(DriverTooOldError, match="no cuStreamWaitEvent; update it"):
+        DeviceRig(gpu).engine()

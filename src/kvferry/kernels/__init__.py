@@ -17,13 +17,23 @@ from kvferry.kernels.copy_config import (
 )
 from kvferry.kernels.digest import NO_DIGEST, digest_spans, page_seed, span_seeds
 from kvferry.kernels.move_kernels import RELAYOUT_BLOCKS, MoveKernels, page_work
-from kvferry.kernels.native import NativeMove, NativeView, native_digest, native_library
+from kvferry.kernels.native import (
+    NativeMove,
+    NativeView,
+    native_digest,
+    native_library,
+    submit_direct,
+    submit_staged,
+)
 from kvferry.kernels.span_decision import decide_span, no_kernel, refused_paths
-from kvferry.kernels.staged_call import (
+from kvferry.kernels.submit_call import (
+    DRIVER_FUNCTIONS,
     BandArgs,
     ChunkArgs,
+    DirectArgs,
     GroupArgs,
     LaunchArgs,
+    LaunchesArgs,
     PieceArgs,
     RingArgs,
     RoomArgs,
@@ -31,8 +41,6 @@ from kvferry.kernels.staged_call import (
     StagedArgs,
     SubmitStep,
     fields_of,
-    submit_staged,
-    submits_compiled,
 )
 from kvferry.kernels.transfer_args import (
     NO_FAULT,
@@ -44,6 +52,7 @@ from kvferry.kernels.transfer_args import (
 )
 
 __all__ = [
+    "DRIVER_FUNCTIONS",
     "MAX_ROWS",
     "NO_DIGEST",
     "NO_FAULT",
@@ -53,11 +62,13 @@ __all__ = [
     "ChunkArgs",
     "CopyDecision",
     "CopyPath",
+    "DirectArgs",
     "FlatAnswer",
     "GroupArgs",
     "GroupedAnswer",
     "GroupedConfig",
     "LaunchArgs",
+    "LaunchesArgs",
     "MoveKernels",
     "NativeMove",
     "NativeView",
@@ -88,6 +99,6 @@ __all__ = [
     "resolve_grouped",
     "span_args",
     "span_seeds",
+    "submit_direct",
     "submit_staged",
-    "submits_compiled",
 ]

@@ -1,4 +1,4 @@
-"""The compiled host kernel (csrc/host_move.c), called through ctypes.
+"""What is compiled when kvferry is installed (csrc/*.c), called through ctypes.
 
 It is built with the package where there is a C compiler and comes ready in a wheel. Calls release
 the interpreter lock.
@@ -12,8 +12,16 @@ import importlib.machinery
 import pathlib
 
 from kvferry.errors import ConfigError
+from kvferry.kernels.submit_call import DirectArgs, StagedArgs
 
-__all__ = ["NativeMove", "NativeView", "native_digest", "native_library"]
+__all__ = [
+    "NativeMove",
+    "NativeView",
+    "native_digest",
+    "native_library",
+    "submit_direct",
+    "submit_staged",
+]
 
 _STEM = "_host_move"
 
@@ -52,8 +60,12 @@ class NativeMove(ctypes.Structure):
     )
 
 
-# As kvferry_host_abi in csrc/host_move.c: a version, and the size of what is handed over.
-_ABI = 1 << 32 | ctypes.sizeof(NativeMove)
+# As the functions of these names have it: a version, and the size of what is handed over.
+_ABI = {
+    "kvferry_host_abi": 1 << 32 | ctypes.sizeof(NativeMove),
+    "kvferry_direct_abi": 1 << 32 | ctypes.sizeof(DirectArgs),
+    "kvferry_staged_abi": 1 << 32 | ctypes.sizeof(StagedArgs),
+}
 
 
 @functools.cache
@@ -74,10 +86,11 @@ def native_library() -> ctypes.CDLL | None:
 def _opened(path: pathlib.Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
-        library.kvferry_host_abi.restype = ctypes.c_int64
-        found = int(library.kvferry_host_abi())
-        if found != _ABI:
-            raise OSError(f"it is of version {found:#x}, and this code of {_ABI:#x}")
+        for name, wanted in _ABI.items():
+            told = getattr(library, name)
+            told.restype = ctypes.c_int64
+            if (found := int(told())) != wanted:
+                raise OSError(f"it is of version {found:#x}, and this code of {wanted:#x}")
         return _declared(library)
     except (OSError, AttributeError) as bad:
         raise ConfigError(
@@ -91,9 +104,33 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.kvferry_move_span.restype = None
     library.kvferry_digest.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64)
     library.kvferry_digest.restype = ctypes.c_uint64
+    library.kvferry_submit_staged.argtypes = (ctypes.POINTER(StagedArgs),)
+    library.kvferry_submit_staged.restype = ctypes.c_int
+    library.kvferry_submit_direct.argtypes = (ctypes.POINTER(DirectArgs),)
+    library.kvferry_submit_direct.restype = ctypes.c_int
     return library
 
 
 def native_digest(library: ctypes.CDLL, address: int, num_bytes: int, seed: int) -> int:
     """The digest of the span at `address`; `seed` as from `span_seeds`."""
     return int(library.kvferry_digest(address, num_bytes, seed))
+
+
+def submit_direct(library: ctypes.CDLL, told: DirectArgs) -> int:
+    """Put a direct transfer into its stream. The context must be current.
+
+    Returns:
+        What the driver said, 0 where all of it is in the stream; else ``step`` tells where it
+        ended.
+    """
+    return int(library.kvferry_submit_direct(ctypes.byref(told)))
+
+
+def submit_staged(library: ctypes.CDLL, told: StagedArgs) -> int:
+    """Put a staged transfer into its streams. The context must be current.
+
+    Returns:
+        What the driver said, 0 where all of it is in the streams; else ``step`` tells where it
+        ended, and -1 is an address in ``detail`` that is not pinned.
+    """
+    return int(library.kvferry_submit_staged(ctypes.byref(told)))

@@ -8,7 +8,6 @@ from kvferry.errors import PoolInUseError
 from kvferry.geometry import host_pool_view
 from kvferry.memory.mapping import HostMapping, close_on_exit
 from kvferry.memory.pin_driver import ContextPinDriver
-from kvferry.memory.pinned import register
 from kvferry.memory.pool_layout import PoolLayout
 from kvferry.memory.pool_memory import PoolMemory
 from kvferry.types import SlotKind
@@ -106,17 +105,12 @@ class AttachedHostPool(PoolMemory):
             PinError: The driver refused, and nothing is pinned.
             ConfigError: `chunk_bytes` holds no slot.
         """
-        with self._lock:
-            self._registration = self._pinned_before(allow_gaps=allow_gaps) or register(
-                self._mapping.address,
-                self._mapping.num_bytes,
-                driver,
-                chunk_bytes=chunk_bytes,
-                granule_bytes=self._slot_bytes,
-                allow_gaps=allow_gaps,
-                owner=self._mapping,
-            )
-            return self._registration
+        return self._pin_mapping(
+            driver,
+            granule_bytes=self._slot_bytes,
+            chunk_bytes=chunk_bytes,
+            allow_gaps=allow_gaps,
+        )
 
     def pin_for(self, context: Context) -> Registration:
         """`pin` for the GPU of `context`."""

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvferry.errors import HostMemoryError, PinError, PoolClosedError
+from kvferry.memory.pinned import register
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvferry.memory.mapping import HostMapping
-    from kvferry.memory.registration import Registration
+    from kvferry.memory.registration import PinDriver, Registration
 
 __all__ = ["PoolMemory"]
 
@@ -88,6 +89,22 @@ class PoolMemory:
                 f"allow_gaps=True and ask for the address of each piece"
             )
         return pinned
+
+    def _pin_mapping(
+        self, driver: PinDriver, *, granule_bytes: int, chunk_bytes: int | None, allow_gaps: bool
+    ) -> Registration:
+        """Register all of the mapping, once, without splitting a granule; see `register`."""
+        with self._lock:
+            self._registration = self._pinned_before(allow_gaps=allow_gaps) or register(
+                self._mapping.address,
+                self._mapping.num_bytes,
+                driver,
+                chunk_bytes=chunk_bytes,
+                granule_bytes=granule_bytes,
+                allow_gaps=allow_gaps,
+                owner=self._mapping,
+            )
+            return self._registration
 
     def _close_memory(self) -> None:
         """The end of `close`, still under the `_lock` that the pool found itself unused under."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvferry.sharing.messages import Message
 
-__all__ = ["Channel", "address_of", "framed", "open_process", "process_at"]
+__all__ = ["Channel", "address_of", "framed", "is_gone", "open_process", "process_at"]
 
 _LENGTH = struct.Struct("<Q")
 # Far more than the indices of any load take. What is longer was not sent by this code.
@@ -89,6 +89,13 @@ def open_process(pid: int) -> int:
             f"process {pid} cannot be watched ({bad.strerror}): is it alive, and is this Linux 5.3 "
             f"or newer?"
         ) from bad
+
+
+def is_gone(process: int) -> bool:
+    """Whether the process of a descriptor from `open_process` has ended."""
+    waiting = select.poll()
+    waiting.register(process, select.POLLIN)
+    return bool(waiting.poll(0))
 
 
 class Channel:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.errors import ConfigError, RankError, RankTimeoutError
 from kvferry.memory import AttachedHostPool
-from kvferry.sharing.channel import Channel, address_of, framed, open_process, process_at
+from kvferry.sharing.channel import Channel, address_of, framed, is_gone, open_process, process_at
 from kvferry.sharing.messages import PROTOCOL, Answer, Bye, Hello, Load, Refused, Welcome
 
 if TYPE_CHECKING:
@@ -91,9 +91,7 @@ class JoinedHost:
     def keeper_alive(self) -> bool:
         """Whether the keeper is there, and its end of the connection open."""
         self.hear()
-        waiting = select.poll()
-        waiting.register(self._process, select.POLLIN)
-        return not self._channel.ended and not waiting.poll(0)
+        return not self._channel.ended and not is_gone(self._process)
 
     def take(self, job: int) -> MovePages | None:
         """What the keeper wants loaded as `job`, once; None: it has not come yet.

@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from kvferry.errors import ConfigError, KVFerryError, RankError, RankTimeoutError
-from kvferry.sharing.channel import Channel, address_of, framed, open_process, process_at
+from kvferry.sharing.channel import Channel, address_of, framed, is_gone, open_process, process_at
 from kvferry.sharing.messages import PROTOCOL, Answer, Bye, Hello, Load, Refused, Welcome
 from kvferry.tiers import Moved, Verify
 
@@ -280,7 +280,7 @@ class SharedHost:
 
     def _hear(self, peer: _Peer) -> None:
         # Before it is listened to: of a process that is gone there is nothing more to come.
-        gone = _is_gone(peer.process)
+        gone = is_gone(peer.process)
         try:
             for message in peer.channel.receive():
                 if isinstance(message, Bye):
@@ -380,9 +380,3 @@ class SharedHost:
         self._peers[self._generation] = _Peer(
             hello.rank, guest.pid, process, self._generation, guest.channel
         )
-
-
-def _is_gone(process: int) -> bool:
-    waiting = select.poll()
-    waiting.register(process, select.POLLIN)
-    return bool(waiting.poll(0))

@@ -138,6 +138,18 @@ class StorageBackend(abc.ABC):
         Calls after it find nothing and keep nothing: False, MISS, FAILED or REFUSED.
         """
 
+    def register_memory(self, address: int, num_bytes: int) -> bool:  # noqa: ARG002
+        """Many objects will be read and written in this memory: whether it is used in place now.
+
+        For backends whose library must know memory, and may pin it, before it moves bytes there
+        without a copy. It may take as long as that does. Calls with other memory work as before.
+        Raises nothing; False where it makes no difference, or was not possible.
+        """
+        return False
+
+    def unregister_memory(self, address: int) -> None:  # noqa: B027  most backends have nothing to do
+        """The memory registered from `address` on will be freed; no call uses it any more."""
+
     def quarantine(self, keys: Sequence[bytes]) -> list[ItemResult]:
         """Take damaged objects out of service; a backend may keep them aside for inspection."""
         return self.delete(keys)

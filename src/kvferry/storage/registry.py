@@ -17,6 +17,7 @@ __all__ = ["BACKENDS", "check_backend", "open_backend", "try_backend"]
 BACKENDS = {
     "file": "kvferry.storage.file:FileBackend",
     "memory": "kvferry.storage.memory:MemoryBackend",
+    "mooncake": "kvferry.storage.mooncake:MooncakeBackend",
 }
 """kvferry's own backends and their classes."""
 

@@ -87,12 +87,14 @@ class FaultyBackend(StorageBackend):
 
     Attributes:
         calls: (method, keys) of every call so far.
+        registered: Memory that is registered just now: bytes by address.
         blocked: Set as soon as a call waits in a BLOCK.
     """
 
     def __init__(self, inner: StorageBackend | None = None) -> None:
         self.inner = inner if inner is not None else MemoryBackend()
         self.calls: list[tuple[str, tuple[bytes, ...]]] = []
+        self.registered: dict[int, int] = {}
         self.blocked = threading.Event()
         self._lock = threading.Lock()
         self._once: dict[tuple[str, bytes | None], list[Fault]] = {}
@@ -152,6 +154,18 @@ class FaultyBackend(StorageBackend):
     def quarantine(self, keys: Sequence[bytes]) -> list[ItemResult]:
         """Take damaged objects out of service, or as scripted."""
         return self._each("quarantine", keys, lambda key, _: self.inner.quarantine([key])[0])
+
+    def register_memory(self, address: int, num_bytes: int) -> bool:
+        """As the backend inside does; recorded in `registered`."""
+        with self._lock:
+            self.registered[address] = num_bytes
+        return self.inner.register_memory(address, num_bytes)
+
+    def unregister_memory(self, address: int) -> None:
+        """As the backend inside does."""
+        with self._lock:
+            del self.registered[address]
+        self.inner.unregister_memory(address)
 
     def stats(self) -> StorageStats:
         """Those of the backend inside."""

@@ -87,6 +87,10 @@ class StorageWorkers:
         self._stores = {
             kind: PageStore(backend, geometry, kind=kind, verify=verify) for kind in pools
         }
+        # Other people's class may lack what came to the interface later.
+        has_hook = hasattr(backend, "register_memory") and hasattr(backend, "unregister_memory")
+        self._unregistered = list(pools.values()) if has_hook else []
+        self._registered: list[HostPool] = []
         self._waiting: queue.Queue[StorageCommand | None] = queue.Queue(max_commands)
         self._stopping = threading.Event()
         self._lock = threading.Lock()
@@ -153,6 +157,7 @@ class StorageWorkers:
 
     def _serve(self) -> None:
         try:
+            self._register_pools()
             while not self._stopping.is_set():
                 command = self._waiting.get()
                 if command is None:
@@ -164,6 +169,24 @@ class StorageWorkers:
                 is_last = not self._num_alive
             if is_last:
                 self._finish()
+
+    def _register_pools(self) -> None:
+        """Tell the backend of the host pools. It may take long: other threads serve meanwhile."""
+        while not self._stopping.is_set():
+            with self._lock:
+                if not self._unregistered:
+                    return
+                pool = self._unregistered.pop()
+            try:
+                with pool.in_use():
+                    num_bytes = pool.num_slots * pool.slot_bytes
+                    if not self._backend.register_memory(pool.address, num_bytes):
+                        continue
+                    pool.acquire()  # until it is unregistered: what a library knows is not freed
+                with self._lock:
+                    self._registered.append(pool)
+            except BaseException as fault:  # noqa: BLE001  as below; and it works without
+                self._answer(WorkerFault(type(fault).__name__, str(fault)[:500]))
 
     def _carry_out(self, command: StorageCommand) -> None:
         started = time.perf_counter()
@@ -269,6 +292,12 @@ class StorageWorkers:
 
     def _finish(self) -> None:
         error = ""
+        for pool in self._registered:
+            try:
+                self._backend.unregister_memory(pool.address)
+            except BaseException as bad:  # noqa: BLE001  as below
+                error = f"{type(bad).__name__}: {bad}"
+            pool.release()
         try:
             self._backend.close()
         except BaseException as bad:  # noqa: BLE001  other people's code: told, and over all the same

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kvferry.kernels import (
+    DRIVER_FUNCTIONS,
     BandArgs,
     ChunkArgs,
-    CopyPath,
     GroupArgs,
     LaunchArgs,
     PieceArgs,
@@ -44,13 +44,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CompiledStaging"]
 
-# In these forms they are called; a newer one may take other arguments.
-_FUNCTIONS = {
-    "launch": ("cuLaunchKernel", 4000),
-    "record": ("cuEventRecord", 2000),
-    "wait": ("cuStreamWaitEvent", 3020),
-    "copy_rows": ("cuMemcpy2DAsync", 3020),
-}
 _MAX_PARTS = 1 << 14
 _MAX_LAYOUTS = 256
 
@@ -70,6 +63,7 @@ class CompiledStaging:
     The context must be current for every call, and one thread at a time may make one.
 
     Args:
+        library: The compiled code.
         context: Of the GPU.
         launcher: Of the mover's engine.
         copies: Of the mover.
@@ -79,11 +73,12 @@ class CompiledStaging:
         blocks: Of a relayout.
 
     Raises:
-        DriverError: The driver lacks one of the functions.
+        DriverTooOldError: The driver lacks one of the functions.
     """
 
     def __init__(
         self,
+        library: ctypes.CDLL,
         context: Context,
         launcher: SpanLauncher,
         copies: HostCopies,
@@ -92,6 +87,7 @@ class CompiledStaging:
         begun: dict[Direction, Event],
         blocks: int,
     ) -> None:
+        self._library = library
         self._driver = context.driver
         self._launcher = launcher
         self._copies = copies
@@ -106,7 +102,7 @@ class CompiledStaging:
         targets, sources, sizes = (row.ctypes.data for row in self._parts)
         found = {
             field: self._driver.entry_point(name, version)
-            for field, (name, version) in _FUNCTIONS.items()
+            for field, (name, version) in DRIVER_FUNCTIONS.items()
         }
         pieces = copies.pieces
         attributes, first, failed = (0, 0, 0) if pieces is None else pieces.told
@@ -117,7 +113,7 @@ class CompiledStaging:
                 piece_attributes=attributes,
                 piece_first=first,
                 piece_failed=failed,
-                begun=int(begun[direction].handle),
+                begun=begun[direction].address,
                 chunks=ctypes.addressof(self._chunks),
                 num_chunks=len(chunks),
                 is_load=direction is Direction.LOAD,
@@ -132,13 +128,6 @@ class CompiledStaging:
             for direction in Direction
         }
         self._rings, self._begun = rings, begun  # they are reached by their addresses alone
-
-    @staticmethod
-    def carries(table: SpanTable) -> bool:
-        """Whether it has all kernels of `table`: all but grouped, which is there to compare."""
-        return all(
-            launch.path is not CopyPath.GROUPED for step in table.steps for launch in step.launches
-        )
 
     def launch(
         self,
@@ -174,22 +163,20 @@ class CompiledStaging:
         told.row_tables, told.num_row_tables = ctypes.addressof(tables), len(tables)
         told.page_seeds, told.sums = commands.page_seeds, commands.sums
         told.bad_pages = commands.bad_pages
-        told.interval = None if interval is None else int(interval.first.handle)
+        told.interval = None if interval is None else interval.first.address
         self._launcher.begin(plan, table, commands)
-        events = arrivals.events(len(table.steps) if layout.pieces else 0)
-        num_noted = 0
+        marks = arrivals.marks([step.layers for step in table.steps] if layout.pieces else [])
+        num_recorded = 0
         try:
-            handles = (ctypes.c_void_p * len(events))(*(int(one.handle) for one in events))
-            told.reached = ctypes.addressof(handles)
-            status = submit_staged(told)
+            told.reached = marks.address
+            status = submit_staged(self._library, told)
             if interval is not None and told.interval_begun:
                 interval.begun()
-            for num_noted in range(1, told.num_reached + 1):
-                arrivals.note(table.steps[num_noted - 1].layers, events[num_noted - 1])
+            num_recorded = told.num_reached
             if status:
                 raise self._refused(told, status, plan.direction)
         finally:
-            arrivals.put_back(events[num_noted:])
+            marks.settle(num_recorded)
 
     def _layout(
         self, plan: TransferPlan, route: Route, table: SpanTable, pieces: Sequence[Piece]
@@ -222,7 +209,7 @@ class CompiledStaging:
             self._pinned.chunk_of(told.detail)  # it raises, and knows why
         code = self._driver.bindings.CUresult(status)
         if step is SubmitStep.LAUNCH:
-            return self._launcher.refused(told.detail, self._blocks, code)
+            return self._launcher.refused(LaunchArgs.from_address(told.detail), code)
         if step is SubmitStep.RECORD:
             return self._begun[direction].not_recorded(code)
         if step is SubmitStep.WAIT:

@@ -18,6 +18,8 @@ from kvferry.transfer.router import check_staging_bytes
 from kvferry.types import Mover
 
 if TYPE_CHECKING:
+    import ctypes
+
     from kvferry.transfer.host_pages import HostPages
     from kvferry.transfer.profile import DeviceProfile
 
@@ -58,8 +60,8 @@ class GpuOptions:
     timed: bool = False
     """Note when bytes were on the link."""
 
-    compiled: bool = False
-    """Call the driver from compiled code where that is possible."""
+    compiled: ctypes.CDLL | None = None
+    """What submits staged transfers; None: Python does."""
 
     @classmethod
     def checked(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -77,17 +77,28 @@ class InFlight:
 
     def event(self) -> Event:
         """A spare event, or a new one; the context must be current."""
-        with self.lock:
-            if self._spare:
-                return self._spare.pop()
-        made = Event(self._context)
-        self._events.append(made)
-        return made
+        return self.events(1)[0]
 
-    def put_back(self, event: Event) -> None:
-        """Give back an event that was not used."""
+    def events(self, count: int) -> list[Event]:
+        """Spare ones, or new ones; the context must be current. Raises DriverError."""
         with self.lock:
-            self._spare.append(event)
+            at = max(len(self._spare) - count, 0)
+            found = self._spare[at:]
+            del self._spare[at:]
+        try:
+            while len(found) < count:
+                made = Event(self._context)
+                self._events.append(made)
+                found.append(made)
+        except BaseException:
+            self.put_back(found)
+            raise
+        return found
+
+    def put_back(self, events: Iterable[Event]) -> None:
+        """Give back events that were not used."""
+        with self.lock:
+            self._spare.extend(events)
 
     def order(self, stream: Stream, plan: TransferPlan, mover: Mover) -> None:
         """Let `stream` wait for transfers in other streams that touch what `plan` touches.

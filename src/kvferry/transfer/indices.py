@@ -26,6 +26,8 @@ __all__ = [
 MAX_INDEX = 1 << 62
 """Indices lie below. It keeps every product of a row and a stride that can exist inside 64 bits."""
 
+_FIRST_ROWS = 64
+
 # More tokens than any block or page has; it bounds what one block id can grow to.
 _MAX_BLOCK_SIZE = 1 << 30
 
@@ -133,15 +135,20 @@ def host_indices(what: str, given: Any) -> NDArray[np.int64]:
 
 def run_length(rows: NDArray[np.int64]) -> int:
     """How many of a page's rows surely lie side by side, and begin on a multiple; ``[N, R]``."""
-    run = rows.shape[1]
     flat = rows.ravel()
-    breaks = np.flatnonzero(flat[1:] - flat[:-1] != 1) + 1
-    if breaks.size:
-        run = math.gcd(run, int(np.gcd.reduce(breaks)))
+    # Rows that lie anywhere show it at once, and those are the many: a run only gets shorter.
+    if _run_by_breaks(flat[:_FIRST_ROWS], rows.shape[1]) == 1:
+        return 1
+    run = _run_by_breaks(flat, rows.shape[1])
     if run == 1:
         return 1
     starts = rows[:, ::run]
     return math.gcd(run, int(np.gcd.reduce(starts.ravel()))) if starts.size else run
+
+
+def _run_by_breaks(flat: NDArray[np.int64], run: int) -> int:
+    breaks = np.flatnonzero(flat[1:] - flat[:-1] != 1) + 1
+    return math.gcd(run, int(np.gcd.reduce(breaks))) if breaks.size else run
 
 
 def check_unique(what: str, indices: NDArray[np.int64]) -> None:

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvferry.env import bad_variables, disabled_paths
 from kvferry.errors import ConfigError, DriverError, MissingDependencyError
-from kvferry.kernels import CopyPath, native_library, submits_compiled
+from kvferry.kernels import CopyPath, native_library
 from kvferry.kernels.jit import process_loader
 from kvferry.transfer.native_mover import move_span_native
 from kvferry.transfer.numpy_mover import move_span_numpy
 from kvferry.types import Mover
 
 if TYPE_CHECKING:
+    import ctypes
     from collections.abc import Collection
 
     import numpy as np
@@ -109,13 +110,13 @@ def staging_is_disabled() -> bool:
     return Mover.STAGED.value in disabled_paths(_ALL_NAMES)
 
 
-def compiled_submit() -> bool:
-    """Whether staged transfers are submitted by compiled code; switched off with the cpu path.
+def compiled_submit() -> ctypes.CDLL | None:
+    """What submits staged transfers; None: it was not compiled, or the cpu path is switched off.
 
     Raises:
         ConfigError: There is such code, and it cannot be used.
     """
-    return _COMPILED.name not in disabled_paths(_ALL_NAMES) and submits_compiled()
+    return None if _COMPILED.name in disabled_paths(_ALL_NAMES) else native_library()
 
 
 def choose_cpu_path(name: str | None = None) -> CpuPath:

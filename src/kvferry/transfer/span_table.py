@@ -57,8 +57,11 @@ class SpanTable:
         self.steps = tuple(_step(members, ordered) for members in steps)
         self.num_spans = len(ordered)
         self.max_pages = pages_per_launch([one.args for one in ordered])
-        taken = {one.path for one in ordered}
-        self.path = "+".join(path.value for path in CopyPath if path in taken)
+        self.paths = frozenset(one.path for one in ordered)
+        self.has_grouped = CopyPath.GROUPED in self.paths
+        """Whether some are launched from Python alone: grouped ones, which are there to compare."""
+
+        self.path = "+".join(path.value for path in CopyPath if path in self.paths)
         """The kernels that carry the plan, for people."""
 
         array = (type(ordered[0].args) * len(ordered))(*(one.args for one in ordered))

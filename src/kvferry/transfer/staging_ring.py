@@ -62,7 +62,7 @@ class StagingRing:
             raise
         self._rooms = (RoomArgs * MAX_ROOMS)()
         for index, room in enumerate(self._rooms):
-            room.filled, room.emptied = (int(one.handle) for one in self._pair(index))
+            room.filled, room.emptied = (one.address for one in self._pair(index))
         self.args = RingArgs(
             address=self._memory.address,
             num_bytes=num_bytes,

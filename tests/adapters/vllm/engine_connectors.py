@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from kvferry.adapters.vllm.connector import KVFerryConnector
 from kvferry.types import SlotKind
@@ -29,7 +33,7 @@ class WrongBytes(KVFerryConnector):
 
 
 class BadHostPages(KVFerryConnector):
-    """Bits flip in host memory: in every load, the second page is not what was stored."""
+    """Bits flip in host memory: in every load, the second page has all its signs turned."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Flip, then load."""
@@ -38,26 +42,34 @@ class BadHostPages(KVFerryConnector):
         for command in meta.commands:
             if getattr(command, "job", -1) in meta.tickets and len(command.host_slots) > 1:
                 with pool.slot_view(command.host_slots[1]) as page:
-                    page[77] ^= 1
+                    page[3::4] = bytes(byte ^ 0x80 for byte in page[3::4])
         super().start_load_kv(forward_context, **kwargs)
 
 
 class _Plan(KVConnectorMetadata):  # type: ignore[misc]
     def __init__(self) -> None:
-        self.loads: list[tuple[Any, int]] = []
-        self.stores: list[tuple[Any, int]] = []
+        self.loads: list[tuple[tuple[str, str], int]] = []
+        self.stores: list[tuple[str, int]] = []
 
 
 class PlainReference(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Blocks in a dictionary, copied at once: what any cache with the same hits must come to."""
+    """Blocks in a dictionary, copied at once: what any cache with the same hits must come to.
 
-    blocks: dict[Any, list[Any]] = {}  # noqa: RUF012  both roles live in one process
+    The scheduler's side keeps the keys, and each worker its own blocks, as they may be processes of
+    their own. With ``folder`` the first rank writes its blocks there too, and every engine that is
+    started with the folder has them.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self._running: dict[str, tuple[Any, list[int]]] = {}
         self._plan = _Plan()
+        told = vllm_config.kv_transfer_config.kv_connector_extra_config.get("folder")
+        self._folder = Path(told) if told else None
+        kept = sorted(self._folder.glob("*.pt")) if self._folder else []
+        self._known: set[str] = {path.stem for path in kept}
+        self._blocks: dict[str, list[Any]] = {path.stem: torch.load(path) for path in kept}
         self._caches: list[Any] = []
         self._loaded: set[str] = set()
 
@@ -66,7 +78,7 @@ class PlainReference(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def start_load_kv(self, *_: Any, **__: Any) -> None:
         for (name, key), block in self._get_connector_metadata().loads:
-            for cache, kept in zip(self._caches, self.blocks[key], strict=True):
+            for cache, kept in zip(self._caches, self._blocks[key], strict=True):
                 cache[block] = kept
             self._loaded.add(name)
 
@@ -76,20 +88,23 @@ class PlainReference(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         for key, block in self._get_connector_metadata().stores:
-            if key not in self.blocks:
-                self.blocks[key] = [cache[block].clone() for cache in self._caches]
+            if key not in self._blocks:
+                self._blocks[key] = [cache[block].clone() for cache in self._caches]
+                if self._folder and not get_tensor_model_parallel_rank():
+                    torch.save(self._blocks[key], self._folder / f"{key}.pt")
 
     def get_finished(self, _: set[str]) -> tuple[None, set[str]]:
         loaded, self._loaded = self._loaded, set()
         return None, loaded
 
-    def _key(self, request: Any, block: int) -> Any:
-        return tuple(request.all_token_ids[: (block + 1) * self._size])
+    def _key(self, request: Any, block: int) -> str:
+        told = repr(list(request.all_token_ids[: (block + 1) * self._size]))
+        return hashlib.sha256(told.encode()).hexdigest()
 
     def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> tuple[int, bool]:
         first, end = num_computed // self._size, num_computed // self._size
         while end < (request.num_tokens - 1) // self._size:
-            if self._key(request, end) not in self.blocks:
+            if self._key(request, end) not in self._known:
                 break
             end += 1
         found = (end - first) * self._size
@@ -115,6 +130,7 @@ class PlainReference(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             first = done[name] // self._size
             stores = [(self._key(request, at), ids[at]) for at in range(first, whole)]
             self._plan.stores += stores
+            self._known.update(key for key, _ in stores)
         plan, self._plan = self._plan, _Plan()
         return plan
 

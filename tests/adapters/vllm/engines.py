@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import itertools
 import json
 import os
+import queue
 import random
+import select
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +26,8 @@ from tests.adapters.vllm.models import VOCABULARY, write_model
 ROOT = Path(__file__).parents[3]
 HERE = "tests.adapters.vllm.engine_connectors"
 BLOCK = {"gqa": 128, "mla": 16}
+_AT_ONCE = 2
+_RUN_SECONDS = 400.0
 
 needs_vllm = [
     pytest.mark.skipif(
@@ -75,8 +85,78 @@ def connector(
     return told
 
 
+class _Server:
+    """A process that has vLLM loaded, and runs one task after another.
+
+    Args:
+        log: Where it writes what it has to say of itself.
+    """
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.adapters.vllm.engine_server"],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,  # with what it starts, so that all of it can be ended
+            )
+
+    def run(self, task: Any, at: Path, *, in_process: bool) -> Any:
+        """Run a task, in files that begin with `at`."""
+        files = [str(at.with_suffix(end)) for end in (".json", ".out", ".log")]
+        Path(files[0]).write_text(json.dumps(task))
+        process = self._process
+        assert process.stdin
+        assert process.stdout
+        process.stdin.write(json.dumps([*files, in_process]) + "\n")
+        process.stdin.flush()
+        ready, _, _ = select.select([process.stdout], [], [], _RUN_SECONDS)
+        if not ready:
+            self.kill()
+        status = process.stdout.readline().strip() if ready else "none in time"
+        told = "".join(
+            path.read_text(errors="replace")[-6000:]
+            for path in (Path(files[2]), self._log)
+            if path.exists()
+        )
+        assert status == "0", f"the engine's exit status: {status or 'none'}\n{told}"
+        return json.loads(Path(files[1]).read_text())
+
+    def kill(self) -> None:
+        """End it and all that it started."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End it, between two tasks."""
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self._process.wait(30)
+        self._process.stdout.close()
+
+
 class Engines:
-    """Runs tasks.
+    """Runs tasks, two at a time: an engine has one thread. Two ranks run alone.
 
     Args:
         folder: For models, tasks and results.
@@ -84,9 +164,15 @@ class Engines:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._results: dict[str, Any] = {}
+        self._results: dict[str, Future[Any]] = {}
+        self._numbers = itertools.count()
+        self._idle: queue.SimpleQueue[_Server] = queue.SimpleQueue()
+        self._servers: list[_Server] = []
+        self._pool = ThreadPoolExecutor(_AT_ONCE)
+        self._cores = threading.Semaphore(_AT_ONCE)
+        self._gate = threading.Lock()
 
-    def run(
+    def begin(
         self,
         kind: str,
         steps: list[Step],
@@ -94,8 +180,8 @@ class Engines:
         fresh: bool = False,
         in_process: bool = True,
         **engine: Any,
-    ) -> dict[str, Any]:
-        """Run an engine, or tell what it said when it ran before.
+    ) -> Future[Any]:
+        """Begin to run an engine, or give what it said when it ran before.
 
         Args:
             kind: The model.
@@ -110,33 +196,41 @@ class Engines:
         task = {"model": str(model), "engine": engine, "steps": steps}
         name = json.dumps([task, in_process], sort_keys=True)
         if fresh or name not in self._results:
-            self._results[name] = self._run(task, in_process=in_process)
-        found: dict[str, Any] = self._results[name]
+            self._results[name] = self._pool.submit(self._run, task, in_process=in_process)
+        return self._results[name]
+
+    def run(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The same, and wait for it."""
+        found: dict[str, Any] = self.begin(*args, **kwargs).result()
         return found
 
     def _run(self, task: Any, *, in_process: bool) -> Any:
-        at = self._folder / f"run{len(list(self._folder.glob('run*.json')))}"
-        task_file, results = at.with_suffix(".json"), at.with_suffix(".out")
-        task_file.write_text(json.dumps(task))
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, "-m", "tests.adapters.vllm.engine_run"]
-        command += [str(task_file), str(results)]
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400,
-            check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-        return json.loads(results.read_text())
+        at = self._folder / f"run{next(self._numbers)}"
+        with self._room(2 if task["engine"].get("tensor_parallel_size", 1) > 1 else 1):
+            try:
+                server = self._idle.get_nowait()
+            except queue.Empty:
+                server = _Server(at.with_suffix(".server"))
+                self._servers.append(server)
+            done = server.run(task, at, in_process=in_process)
+            self._idle.put(server)  # not one that failed: what is left of it, nobody knows
+        return done
+
+    @contextlib.contextmanager
+    def _room(self, cores: int) -> Iterator[None]:
+        with self._gate:
+            for _ in range(cores):
+                self._cores.acquire()
+        try:
+            yield
+        finally:
+            self._cores.release(cores)
+
+    def close(self) -> None:
+        """End all processes."""
+        self._pool.shutdown(cancel_futures=True)
+        for server in self._servers:
+            server.close()
 
 
 def answers(steps: list[Any]) -> list[Any]:

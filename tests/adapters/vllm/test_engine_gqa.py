@@ -5,6 +5,7 @@ Each test that says that outputs are equal has a control, or a line, in which th
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,22 @@ HOST = {"num_bytes": "96MiB"}
 PREFETCH = {"policy": "wait_complete", "threshold_tokens": 0}
 
 
-def plain(engines: Engines) -> list[Any]:
+def begin_plain(engines: Engines) -> Future[Any]:
     """The engine alone: its own prefix cache has the hits."""
-    steps: list[Any] = engines.run("gqa", one_by_one(ASKED, reset=False), **ROOMY)["steps"]
+    return engines.begin("gqa", one_by_one(ASKED, reset=False), **ROOMY)
+
+
+def plain(engines: Engines) -> list[Any]:
+    """What it said."""
+    steps: list[Any] = begin_plain(engines).result()["steps"]
     return steps
+
+
+def share_of_differing(steps: list[Any], expected: list[Any], hits: list[int]) -> float:
+    """Of the requests with hits: how many have another text."""
+    pairs = zip(texts(steps), texts(expected), hits, strict=True)
+    differ = [one != other for one, other, hit in pairs if hit]
+    return sum(differ) / len(differ)
 
 
 def storage(folder: Path) -> dict[str, Any]:
@@ -51,75 +64,87 @@ def at_rest(told: dict[str, Any]) -> None:
 
 def test_loads_give_what_the_engine_would_have_computed(engines: Engines) -> None:
     """Tokens and logprobs are those of the engine's own cache, to the bit, with the same hits."""
-    run = engines.run(
-        "gqa", one_by_one(ASKED, reset=True), **ROOMY, kv_transfer_config=connector(host=HOST)
-    )
-    expected = plain(engines)
-    assert texts(run["steps"]) == texts(expected)
-    hits = expected_hits(ASKED, tokens(expected), BLOCK["gqa"])
-    assert cached(run["steps"]) == cached(expected) == hits
-    assert sum(hits) > 10_000
-    at_rest(run["connector"])
-
-
-def test_wrong_bytes_would_be_seen(engines: Engines) -> None:
-    """Control: with zeros in place of what was loaded, hits are the same and outputs are not."""
-    run = engines.run(
-        "gqa",
-        one_by_one(ASKED, reset=True),
-        **ROOMY,
-        kv_transfer_config=connector("WrongBytes", host=HOST),
-    )
-    expected = plain(engines)
-    wrong = [
-        one != other
-        for one, other, hit in zip(
-            texts(run["steps"]), texts(expected), cached(expected), strict=True
+    begin_plain(engines)
+    run, wrong = (
+        engines.begin(
+            "gqa",
+            one_by_one(ASKED, reset=True),
+            **ROOMY,
+            kv_transfer_config=connector(name, host=HOST),
         )
-        if hit
-    ]
-    assert sum(wrong) > 0.9 * len(wrong)
+        for name in ("KVFerryConnector", "WrongBytes")
+    )
+    expected, given = plain(engines), run.result()
+    assert texts(given["steps"]) == texts(expected)
+    hits = expected_hits(ASKED, tokens(expected), BLOCK["gqa"])
+    assert cached(given["steps"]) == cached(expected) == hits
+    assert sum(hits) > 10_000
+    at_rest(given["connector"])
+    # Control: with zeros in place of what was loaded, hits are the same and outputs are not.
+    assert cached(wrong.result()["steps"]) == hits
+    assert share_of_differing(wrong.result()["steps"], expected, hits) > 0.9
 
 
 def test_layer_by_layer(engines: Engines) -> None:
     """Steps that begin with their loads give the same, and so they do with bad pages."""
     asked = ASKED[:20]
     roomy = {**ROOMY, "async_scheduling": False}
-    expected = engines.run("gqa", one_by_one(asked, reset=False), **roomy)["steps"]
     steps = one_by_one(asked, reset=True)
     told: dict[str, Any] = {"host": HOST, "vllm": {"layerwise": True}}
-    good = engines.run("gqa", steps, **roomy, kv_transfer_config=connector(**told))
-    assert texts(good["steps"]) == texts(expected)
-    assert cached(good["steps"]) == cached(expected)
-    at_rest(good["connector"])
-    bad = engines.run("gqa", steps, **roomy, kv_transfer_config=connector("BadHostPages", **told))
-    assert tokens(bad["steps"]) == tokens(expected)
-    at_rest(bad["connector"])
+    unchecked = {**told, "integrity": {"verify": "storage"}}
+    alone = engines.begin("gqa", one_by_one(asked, reset=False), **roomy)
+    good, wrong, bad, taken = (
+        engines.begin("gqa", steps, **roomy, kv_transfer_config=connector(name, **sections))
+        for name, sections in (
+            ("KVFerryConnector", told),
+            ("WrongBytes", told),
+            ("BadHostPages", told),
+            ("BadHostPages", unchecked),
+        )
+    )
+    expected = alone.result()["steps"]
+    assert texts(good.result()["steps"]) == texts(expected)
+    assert cached(good.result()["steps"]) == cached(expected)
+    at_rest(good.result()["connector"])
+    assert share_of_differing(wrong.result()["steps"], expected, cached(expected)) > 0.9
+    assert tokens(bad.result()["steps"]) == tokens(expected)
+    at_rest(bad.result()["connector"])
+    assert tokens(taken.result()["steps"]) != tokens(expected)
 
 
 def test_storage_outlives_the_engine(engines: Engines, tmp_path: Path) -> None:
     """A second engine finds what the first one wrote, through a host tier that holds little."""
     steps = one_by_one(ASKED, reset=True)
-    small = connector(host={"num_bytes": "6MiB"}, prefetch=PREFETCH, storage=storage(tmp_path))
+    told: dict[str, Any] = {"host": {"num_bytes": "6MiB"}, "prefetch": PREFETCH}
+    told["storage"] = storage(tmp_path)
+
+    def run(name: str = "KVFerryConnector", *before: Any) -> Future[Any]:
+        config = connector(name, **told)
+        return engines.begin(
+            "gqa", [*before, *steps], fresh=True, **ROOMY, kv_transfer_config=config
+        )
+
+    begin_plain(engines)
+    first = run().result()
     expected = plain(engines)
-    first = engines.run("gqa", steps, fresh=True, **ROOMY, kv_transfer_config=small)
     assert texts(first["steps"]) == texts(expected)
     assert cached(first["steps"]) == cached(expected)
     at_rest(first["connector"])
     assert first["connector"]["slots"]["resident"] < 20  # the rest was evicted, and came back
 
-    again = engines.run("gqa", steps, fresh=True, **ROOMY, kv_transfer_config=small)
+    again, wrong = run(), run("WrongBytes")
     # Everything is known now: whole blocks, but for the one with the last token.
-    assert cached(again["steps"]) == [(len(prompt) - 1) // 128 * 128 for prompt in ASKED]
-    assert tokens(again["steps"]) == tokens(expected)
-    at_rest(again["connector"])
+    hits = [(len(prompt) - 1) // 128 * 128 for prompt in ASKED]
+    assert cached(again.result()["steps"]) == hits
+    assert tokens(again.result()["steps"]) == tokens(expected)
+    at_rest(again.result()["connector"])
+    # Control. What it computes from wrong bytes, it stores behind them.
+    assert tokens(wrong.result()["steps"]) != tokens(expected)
 
     # A byte of every file is changed: there are fewer hits, and the same answers.
-    damaged = engines.run(
-        "gqa", [{"flip": str(tmp_path)}, *steps], fresh=True, **ROOMY, kv_transfer_config=small
-    )
+    damaged = run("KVFerryConnector", {"flip": str(tmp_path)}).result()
     assert damaged["steps"][0] > 20
-    assert sum(cached(damaged["steps"])) < sum(cached(again["steps"]))
+    assert sum(cached(damaged["steps"])) < sum(hits)
     assert tokens(damaged["steps"]) == tokens(expected)
     at_rest(damaged["connector"])
 
@@ -127,34 +152,50 @@ def test_storage_outlives_the_engine(engines: Engines, tmp_path: Path) -> None:
 def test_many_requests_in_a_tiny_pool(engines: Engines) -> None:
     """Fifty at once, four of them running: tokens are those of one at a time."""
     steps: list[Any] = [{"prompts": ASKED, "max_tokens": 4}, {"call": "reset"}] * 2
-    run = engines.run("gqa", steps, **TINY, kv_transfer_config=connector(host=HOST))
-    expected = tokens(plain(engines))
-    assert tokens(run["steps"]) == expected * 2
-    assert sum(cached(run["steps"][2:])) > sum(cached(plain(engines)))
-    at_rest(run["connector"])
-    spoiled = engines.run(
-        "gqa", steps, **TINY, kv_transfer_config=connector("WrongBytes", host=HOST)
+    begin_plain(engines)
+    run, wrong = (
+        engines.begin("gqa", steps, **TINY, kv_transfer_config=connector(name, host=HOST))
+        for name in ("KVFerryConnector", "WrongBytes")
     )
-    assert tokens(spoiled["steps"]) != expected * 2
+    expected = tokens(plain(engines))
+    assert tokens(run.result()["steps"]) == expected * 2
+    assert sum(cached(run.result()["steps"][2:])) > sum(cached(plain(engines)))
+    at_rest(run.result()["connector"])
+    assert tokens(wrong.result()["steps"]) != expected * 2
 
 
 def test_preempted_requests_come_back(engines: Engines) -> None:
     """Requests that outgrow the pool lose their blocks and load them again."""
     steps: list[Any] = [{"prompts": ASKED[:6], "max_tokens": 140}]
-    run = engines.run("gqa", steps, **TINY, kv_transfer_config=connector(host=HOST))
-    assert run["preemptions"] > 0
-    assert tokens(run["steps"]) == tokens(engines.run("gqa", steps, **ROOMY)["steps"])
-    at_rest(run["connector"])
+    alone = engines.begin("gqa", steps, **ROOMY)
+    run, wrong = (
+        engines.begin("gqa", steps, **TINY, kv_transfer_config=connector(name, host=HOST))
+        for name in ("KVFerryConnector", "WrongBytes")
+    )
+    assert run.result()["preemptions"] > 0
+    assert tokens(run.result()["steps"]) == tokens(alone.result()["steps"])
+    at_rest(run.result()["connector"])
+    assert wrong.result()["preemptions"] > 0
+    assert tokens(wrong.result()["steps"]) != tokens(alone.result()["steps"])
 
 
 def test_bad_pages_are_computed_again(engines: Engines) -> None:
     """A page that is not what was stored is told by its blocks, and costs time alone."""
     steps = one_by_one(ASKED[:20], reset=True)
-    run = engines.run(
-        "gqa", steps, **ROOMY, kv_transfer_config=connector("BadHostPages", host=HOST)
+    begin_plain(engines)
+    checked, unchecked = (
+        engines.begin(
+            "gqa",
+            steps,
+            **ROOMY,
+            kv_transfer_config=connector("BadHostPages", host=HOST, integrity={"verify": verify}),
+        )
+        for verify in ("always", "storage")
     )
-    assert tokens(run["steps"]) == tokens(plain(engines))[:20]
-    at_rest(run["connector"])
+    expected = tokens(plain(engines))[:20]
+    assert tokens(checked.result()["steps"]) == expected
+    at_rest(checked.result()["connector"])
+    assert tokens(unchecked.result()["steps"]) != expected  # control: nobody looks
 
 
 def test_aborts_and_resets_leave_nothing_behind(engines: Engines, tmp_path: Path) -> None:
@@ -164,10 +205,26 @@ def test_aborts_and_resets_leave_nothing_behind(engines: Engines, tmp_path: Path
         steps.append({"prompts": ASKED[4 * number : 4 * number + 4], "abort_after": number})
         steps.append({"call": "reset_all" if number == 3 else "reset"})
     steps += one_by_one(ASKED[:20], reset=True)
-    told = connector(host={"num_bytes": "12MiB"}, prefetch=PREFETCH, storage=storage(tmp_path))
-    run = engines.run("gqa", steps, fresh=True, **TINY, kv_transfer_config=told)
-    assert tokens(run["steps"]) == tokens(plain(engines))[:20]
-    at_rest(run["connector"])
+    begin_plain(engines)
+    run, wrong = (
+        engines.begin(
+            "gqa",
+            steps,
+            fresh=True,
+            **TINY,
+            kv_transfer_config=connector(
+                name,
+                host={"num_bytes": "12MiB"},
+                prefetch=PREFETCH,
+                storage=storage(tmp_path / name),
+            ),
+        )
+        for name in ("KVFerryConnector", "WrongBytes")
+    )
+    expected = tokens(plain(engines))[:20]
+    assert tokens(run.result()["steps"]) == expected
+    at_rest(run.result()["connector"])
+    assert tokens(wrong.result()["steps"]) != expected
 
 
 def test_a_reset_makes_all_pages_unreachable(engines: Engines, tmp_path: Path) -> None:
@@ -183,8 +240,13 @@ def test_a_reset_makes_all_pages_unreachable(engines: Engines, tmp_path: Path) -
         {"call": "reset"},
         {"prompts": [ASKED[0]], "max_tokens": 4},
     ]
-    told = connector(host=HOST, prefetch=PREFETCH, storage=storage(tmp_path))
-    run = engines.run("gqa", steps, fresh=True, **ROOMY, kv_transfer_config=told)
+
+    def begin(name: str) -> Future[Any]:
+        told = connector(name, host=HOST, prefetch=PREFETCH, storage=storage(tmp_path / name))
+        return engines.begin("gqa", steps, fresh=True, **ROOMY, kv_transfer_config=told)
+
+    run, wrong = begin("KVFerryConnector"), begin("WrongBytes")
     whole = (len(ASKED[0]) - 1) // 128 * 128
-    assert cached(run["steps"])[3:] == [0, 0, 0, whole]
-    assert len({tuple(one["tokens"]) for one in answers(run["steps"])[3:]}) == 1
+    for one, different in ((run.result(), 1), (wrong.result(), 2)):
+        assert cached(one["steps"])[3:] == [0, 0, 0, whole]
+        assert len({tuple(each["tokens"]) for each in answers(one["steps"])[3:]}) == different

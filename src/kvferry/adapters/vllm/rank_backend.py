@@ -49,6 +49,14 @@ class RankBackend(StorageBackend):
         """See `StorageBackend.quarantine`."""
         return self._inner.quarantine(self._names(keys))
 
+    def register_memory(self, address: int, num_bytes: int) -> bool:
+        """See `StorageBackend.register_memory`."""
+        return self._inner.register_memory(address, num_bytes)
+
+    def unregister_memory(self, address: int) -> None:
+        """See `StorageBackend.unregister_memory`."""
+        self._inner.unregister_memory(address)
+
     def stats(self) -> StorageStats:
         """Of all ranks that use the backend."""
         return self._inner.stats()

@@ -128,11 +128,13 @@ class Driver:
         return self.check(result, f"carry out {name}")
 
     def entry_point(self, name: str, version: int) -> int:
-        """Where the function `name` lies, in its form of CUDA `version` (12080, say); or 0.
+        """Where the function `name` lies, in its form of CUDA `version` (12080, say).
 
-        Raises DriverTooOldError, NoDeviceError and DriverError as `call`.
+        Raises DriverTooOldError where there is none, and NoDeviceError and DriverError as `call`.
         """
         address, _ = self.call("cuGetProcAddress", name.encode(), version, 0)
+        if not address:
+            raise DriverTooOldError(f"this driver has no {name}; update it")
         return int(address)
 
     def check(self, result: tuple[Any, ...], doing: str) -> Any:

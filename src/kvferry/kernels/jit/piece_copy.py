@@ -64,8 +64,6 @@ class PieceCopy:
         wanted = _FIRST if version < _WITHOUT_FAILED else _WITHOUT_FAILED
         self.entry_point = self._driver.entry_point(_NAME, wanted)
         """Where the driver's function lies."""
-        if not self.entry_point:
-            raise DriverTooOldError(f"this driver has no {_NAME}; update it")
         self._call = (_CallOf12 if wanted == _FIRST else _Call)(self.entry_point)
         self._attributes = _Attributes(source_order=1)
         self._first = ctypes.c_size_t(0)

@@ -85,7 +85,7 @@ class Stream:
 class Event:
     """A point in a stream. Without timing unless asked, as timed events cost more."""
 
-    __slots__ = ("_block", "_driver", "_query", "_record", "handle")
+    __slots__ = ("_block", "_driver", "_query", "_record", "address", "handle")
 
     def __init__(self, context: Context, *, timed: bool = False) -> None:
         """Make an event that nothing was recorded in: it counts as reached.
@@ -97,6 +97,7 @@ class Event:
         kinds = bindings.CUevent_flags
         flags = kinds.CU_EVENT_DEFAULT if timed else kinds.CU_EVENT_DISABLE_TIMING
         self.handle: Any = self._driver.call("cuEventCreate", flags)
+        self.address = int(self.handle)  # as compiled code has it
         self._record = bindings.cuEventRecord
         self._block = bindings.cuStreamWaitEvent
         self._query = bindings.cuEventQuery

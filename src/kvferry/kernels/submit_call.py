@@ -1,21 +1,21 @@
-"""What csrc/staged_submit.c is handed: the ctypes twins of staged_submit.h, field by field."""
+"""What csrc/staged_submit.c and direct_submit.c are handed: the ctypes twins of submit.h."""
 
 from __future__ import annotations
 
 import ctypes
 from enum import IntEnum
-from typing import Any
 
-from kvferry.errors import ConfigError
-from kvferry.kernels.native import native_library
 from kvferry.kernels.transfer_args import TransferArgs
 
 __all__ = [
+    "DRIVER_FUNCTIONS",
     "BandArgs",
     "ChunkArgs",
+    "DirectArgs",
     "FieldArgs",
     "GroupArgs",
     "LaunchArgs",
+    "LaunchesArgs",
     "PieceArgs",
     "RingArgs",
     "RoomArgs",
@@ -23,9 +23,16 @@ __all__ = [
     "StagedArgs",
     "SubmitStep",
     "fields_of",
-    "submit_staged",
-    "submits_compiled",
 ]
+
+DRIVER_FUNCTIONS = {
+    "launch": ("cuLaunchKernel", 4000),
+    "record": ("cuEventRecord", 2000),
+    "wait": ("cuStreamWaitEvent", 3020),
+    "copy_rows": ("cuMemcpy2DAsync", 3020),
+}
+"""By field: what is called of the driver, in the form of which version; a newer one may take other
+arguments."""
 
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int64
@@ -75,6 +82,12 @@ class GroupArgs(ctypes.Structure):
         ("launches", _Pointer),
         ("num_launches", _Int),
     )
+
+
+class LaunchesArgs(ctypes.Structure):
+    """The kernels of a `Step`: the address of an array, and how many are in it."""
+
+    _fields_ = (("launches", _Pointer), ("num_launches", _Int))
 
 
 class ChunkArgs(ctypes.Structure):
@@ -177,6 +190,24 @@ class StagedArgs(ctypes.Structure):
     )
 
 
+class DirectArgs(ctypes.Structure):
+    """One transfer, and what became of it in ``num_reached`` and the fields after it."""
+
+    _fields_ = (
+        ("launch", _Pointer),
+        ("record", _Pointer),
+        ("stream", _Pointer),
+        ("steps", _Pointer),
+        ("num_steps", _Int),
+        ("num_pages", _Int),
+        ("fields", FieldArgs),
+        ("reached", _Pointer),
+        ("num_reached", _Int),
+        ("step", _Int),
+        ("detail", _Address),
+    )
+
+
 class SubmitStep(IntEnum):
     """Which call failed: `enum kvferry_step`."""
 
@@ -187,37 +218,3 @@ class SubmitStep(IntEnum):
     COPY_ROWS = 4
     COPY_PIECES = 5
     NOT_PINNED = 6
-
-
-# As kvferry_staged_abi has it: a version, and the size of what is handed over.
-_ABI = 1 << 32 | ctypes.sizeof(StagedArgs)
-
-
-def submits_compiled() -> bool:
-    """Whether `submit_staged` is there: the package was installed with a C compiler.
-
-    Raises:
-        ConfigError: It is there, and cannot be used: damaged, or of another version.
-    """
-    library = native_library()
-    if library is None:
-        return False
-    library.kvferry_staged_abi.restype = ctypes.c_int64
-    found = int(library.kvferry_staged_abi())
-    if found != _ABI:
-        raise ConfigError(
-            f"the compiled kernel is of version {found:#x}, and this code of {_ABI:#x}; install "
-            f"kvferry again, or go without it: KVFERRY_DISABLE_PATHS=cpu"
-        )
-    return True
-
-
-def submit_staged(told: StagedArgs) -> int:
-    """Put a transfer into its streams. The context must be current; `submits_compiled` is true.
-
-    Returns:
-        What the driver said, 0 where all of it is in the streams; else ``step`` tells where it
-        ended, and -1 is an address in ``detail`` that is not pinned.
-    """
-    library: Any = native_library()
-    return int(library.kvferry_submit_staged(ctypes.byref(told)))
