@@ -18,6 +18,7 @@ BACKENDS = {
     "file": "kvferry.storage.file:FileBackend",
     "memory": "kvferry.storage.memory:MemoryBackend",
     "mooncake": "kvferry.storage.mooncake:MooncakeBackend",
+    "object_store": "kvferry.storage.object_store:ObjectStoreBackend",
 }
 """kvferry's own backends and their classes."""
 

@@ -16,8 +16,8 @@ from kvferry.storage.base import (
     key_complaint,
     total_bytes,
 )
+from kvferry.storage.books import Books
 from kvferry.storage.mooncake import codes
-from kvferry.storage.mooncake.books import Books
 from kvferry.storage.mooncake.calls import CallError, Calls
 from kvferry.storage.mooncake.leased import LeasedKeys
 from kvferry.storage.mooncake.lent import LentMemory, Rooms

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvferry.storage.base import Buffers, ItemResult, ItemStatus
+from kvferry.storage.books import Books
 from kvferry.storage.mooncake import codes
-from kvferry.storage.mooncake.books import Books
 from kvferry.storage.mooncake.calls import CallError, Calls
 from kvferry.storage.mooncake.lent import LentMemory, Room, Rooms, Way
 
