@@ -35,7 +35,7 @@ from kvferry import (
 )
 from kvferry.errors import ConfigError, PlanError, PoolInUseError, RankError, RankTimeoutError
 from kvferry.ranks import ThreadRanks
-from kvferry.sharing.channel import Channel, address_of, framed
+from kvferry.sharing.channel import address_of, framed
 from kvferry.sharing.messages import Hello
 from kvferry.sharing.shared_plane import _Load
 from kvferry.storage import MemoryBackend
@@ -477,42 +477,6 @@ def test_machines_agree_by_their_keepers() -> None:
         for done in [threads.submit(machine, ranks) for ranks in ThreadRanks.make(2)]:
             done.result(60)
     assert told == {0: (2 * PAGE, 2 * PAGE, []), 1: (2 * PAGE, 2 * PAGE, [])}
-
-
-def test_a_slow_reader_keeps_nobody_waiting() -> None:
-    """Far more than a socket holds is sent, in order, while the keeper goes on."""
-    ours, theirs = socket.socketpair()
-    sender, receiver = Channel(ours), Channel(theirs)
-    sent = [Hello(rank, "g" * 300_000) for rank in range(20)]
-    for message in sent:
-        sender.send(framed(message))  # would wait for ever, if it waited
-    got: list[Any] = []
-    while len(got) < len(sent):
-        receiver.wait(30)
-        new = receiver.receive()
-        assert not receiver.ended
-        got += new
-    assert got == sent
-    last = Hello(1, "short")
-    sender.send(framed(last))
-    sender.close(timeout=30)
-    while not receiver.ended:
-        receiver.wait(30)
-        got += receiver.receive()
-    assert got[-1] == last
-    receiver.close()
-    receiver.close()
-
-
-def test_a_close_does_not_wait_for_a_reader_that_is_stuck() -> None:
-    """Its thread ends all the same."""
-    ours, theirs = socket.socketpair()
-    sender = Channel(ours)
-    for _ in range(20):
-        sender.send(framed(Hello(1, "g" * 300_000)))
-    sender.close(timeout=0.01)
-    assert not [one for one in threading.enumerate() if one.name == "kvferry-share"]
-    theirs.close()
 
 
 def test_nothing_is_left_open() -> None:

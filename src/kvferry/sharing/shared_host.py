@@ -212,10 +212,14 @@ class SharedHost:
         now, pages = time.monotonic(), len(command.host_slots)
         asked = set()
         for peer in self._peers.values():
-            if not peer.channel.ended:
-                peer.channel.send(frame)
+            if peer.channel.ended:
+                continue
+            asked.add(peer.generation)
+            if peer.channel.send(frame):
                 peer.loads[command.job] = (now, pages)
-                asked.add(peer.generation)
+            else:
+                error = f"{peer.name} does not read what it is sent, and was not sent this load"
+                self._over.append(Owed(peer.generation, Moved(command.job, error=error)))
         return asked
 
     def poll(self) -> list[Owed]:
