@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -509,7 +511,7 @@ def test_a_failure_while_joining_leaves_nothing(monkeypatch: pytest.MonkeyPatch)
         raise ConfigError("no path")
 
     with monkeypatch.context() as patched:
-        patched.setattr("kvferry.cache.peer.make_engine", refuse)
+        patched.setattr("kvferry.cache.peer.make_engines", refuse)
         with ThreadPoolExecutor(1) as threads:
             made = threads.submit(
                 HostPeer, keeper.name, GEOMETRY, Device().view, rank=1, timeout=60
@@ -519,6 +521,30 @@ def test_a_failure_while_joining_leaves_nothing(monkeypatch: pytest.MonkeyPatch)
                 made.result()
     keeper.until(lambda: keeper.host.missing_ranks() == [1] and not keeper.host.peers())
     assert open_files() == before
+    keeper.close()
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, None])
+def test_times_that_are_none_are_refused(seconds: Any) -> None:
+    """By keeper and peer, before they wait for anything."""
+    keeper = Keeper(num_peers=1)
+    ((peer, _),) = keeper.join(1)
+    keeper.store(PROMPT)
+    handle, _ = keeper.load(PROMPT, 5)
+    load = peer.load(handle.ticket)
+    waits: list[Callable[[], object]] = [
+        lambda: HostPeer(keeper.name, GEOMETRY, Device().view, rank=1, timeout=seconds),
+        lambda: keeper.host.wait_for_peers(seconds),
+        lambda: peer.load(handle.ticket, seconds),
+        lambda: load.wait(seconds),
+        lambda: peer.close(seconds),
+    ]
+    for wait in waits:
+        with pytest.raises(ConfigError, match=rf"timeout={seconds!r}.* 0 to 86400"):
+            wait()
+    load.wait(30)
+    handle.wait(30)
+    peer.close()
     keeper.close()
 
 

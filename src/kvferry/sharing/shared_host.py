@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from kvferry.errors import ConfigError, KVFerryError, RankError, RankTimeoutError
 from kvferry.sharing.channel import Channel, address_of, framed, is_gone, open_process, process_at
 from kvferry.sharing.messages import PROTOCOL, Answer, Bye, Hello, Load, Refused, Welcome
-from kvferry.tiers import Moved, Verify
+from kvferry.tiers import Moved, Verify, check_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -183,7 +183,7 @@ class SharedHost:
         """
         if self._offer is None:
             raise ConfigError("give this SharedHost to a KVFerry first: KVFerry(..., shared=host)")
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + check_seconds("timeout", timeout)
         self._look()
         while missing := self.missing_ranks():
             left = deadline - time.monotonic()
