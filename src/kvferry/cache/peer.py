@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from kvferry.cache.parts import make_engines, resolved_config
+from kvferry.closing import ClosedAtExit
 from kvferry.errors import RankError, RankTimeoutError, TransferTimeoutError
 from kvferry.sharing import JoinedHost
 from kvferry.tiers import DataPlane, Moved, Verify, check_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from types import TracebackType
 
     from kvferry.config import Config
     from kvferry.geometry import Geometry, PoolView
@@ -57,7 +57,7 @@ class PeerLoad:
         self._peer.wait_for(self, timeout)
 
 
-class HostPeer:
+class HostPeer(ClosedAtExit):
     """The part of the cache that a rank has whose host copy is kept by rank 0 of its machine.
 
     It has no index and decides nothing. The keeper's `LoadHandle.ticket`, which the engine passes
@@ -193,17 +193,6 @@ class HostPeer:
             for engine in self._engines.values():
                 engine.close()
         self._host.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _tell(self, load: PeerLoad | None) -> int:
         self._host.hear()

@@ -13,8 +13,9 @@ import os
 import select
 import socket
 import time
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
+from kvferry.closing import ClosedAtExit
 from kvferry.errors import ConfigError, KVFerryError, RankError, RankTimeoutError
 from kvferry.sharing.channel import Channel, address_of, framed, is_gone, open_process, process_at
 from kvferry.sharing.messages import PROTOCOL, Answer, Bye, Hello, Load, Refused, Welcome
@@ -22,7 +23,6 @@ from kvferry.tiers import Moved, Verify, check_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import TracebackType
 
     from kvferry.geometry import Geometry
     from kvferry.memory import HostPool
@@ -98,7 +98,7 @@ class _Guest:
         self.deadline = deadline
 
 
-class SharedHost:
+class SharedHost(ClosedAtExit):
     """One host copy for the ranks of one machine whose bytes are the same, seen by its keeper.
 
     The keeper is rank 0 of the machine. Give this to its `KVFerry`, which closes it; every other
@@ -259,17 +259,6 @@ class SharedHost:
                 self._over.append(Owed(peer.generation, Moved(job, error=error)))
         self._guests.clear()
         self._peers.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # ---------------------------------------------------------------- inside
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol
 
+from kvferry.closing import ClosedAtExit
 from kvferry.env import debug_checks
 from kvferry.errors import ConfigError, DriverError, PlanError, TransferTimeoutError, ViewError
 from kvferry.kernels.jit import process_loader
@@ -57,7 +57,7 @@ class _Carrier(Protocol):
     def close(self) -> None: ...
 
 
-class TransferEngine:
+class TransferEngine(ClosedAtExit):
     """Loads and stores between a device pool and a host pool.
 
     A device pool in host memory (an engine on the CPU) is served by the ``cpu`` path, or by
@@ -246,17 +246,6 @@ class TransferEngine:
     def close(self) -> None:
         """Wait for what is in flight and give back what the engine holds of a GPU."""
         self._carrier.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _submit(
         self, plan: TransferPlan, direction: Direction, stream: int | None
