@@ -7,7 +7,7 @@ import itertools
 from typing import Any
 
 import pytest
-from tests.transfer.device_rig import PAGE, DeviceRig, latent
+from tests.transfer.device_rig import PAGE, DeviceRig, latent, same
 from tests.transfer.fake_gpu import FakeGpu
 
 from kvferry.errors import ConfigError, PlanError
@@ -88,6 +88,25 @@ def test_an_engine_does_what_its_preview_says(
         calls = [name.removesuffix("_v2") for name in gpu.calls[begin:]]
         found = [sum(name == one for name in calls) for one in _COPIES]
         assert [told.num_copy_calls - told.num_batches, told.num_batches] == found
+    engine.close()
+
+
+@pytest.mark.parametrize("ask", ["route", "explain"])
+def test_a_plan_of_others_is_not_told_of(gpu: FakeGpu, ask: str) -> None:
+    """It is refused, and nothing of it is kept for transfers that look alike: all layers move."""
+    rig = DeviceRig(gpu, latent(48, num_layers=2))
+    engine, rows = rig.engine(), rig.rows(4)
+    theirs = latent(48, num_layers=1)
+    for direction in Direction:
+        plan = TransferPlan.build(theirs, direction, host_slots=[0, 1, 2, 3], device_slots=rows)
+        with pytest.raises(PlanError, match="another geometry"):
+            getattr(engine, ask)(plan)
+    rig.store(engine, [0, 1, 2, 3], rows).wait()
+    wanted = rig.on_device(rows)
+    same(rig.on_host([0, 1, 2, 3]), wanted, "stored")
+    rig.poison()
+    rig.load(engine, [0, 1, 2, 3], rows).wait()
+    same(rig.on_device(rows), wanted, "loaded")
     engine.close()
 
 
