@@ -12,7 +12,15 @@ from tests.transfer.fake_gpu import FakeGpu
 
 from kvferry.errors import ConfigError, PlanError
 from kvferry.geometry import Geometry, HitRule, Plane
-from kvferry.transfer import BUILT_IN, TransferPlan, compiled_staging, preview_route, staging
+from kvferry.transfer import (
+    BUILT_IN,
+    TransferPlan,
+    compiled_staging,
+    host_copies,
+    preview_route,
+    route_preview,
+    staging,
+)
 from kvferry.types import Direction, Layout, Mover
 
 _TWO_PLANES = Geometry(
@@ -35,6 +43,7 @@ def _slots(num_pages: int, run: int) -> list[int]:
 )
 @pytest.mark.parametrize("run", [1, 3, 12])
 @pytest.mark.parametrize("worth", [1, 60])
+@pytest.mark.parametrize("most_parts", [2, staging.MAX_PARTS])
 def test_an_engine_does_what_its_preview_says(
     gpu: FakeGpu,
     monkeypatch: pytest.MonkeyPatch,
@@ -43,10 +52,13 @@ def test_an_engine_does_what_its_preview_says(
     registered: bool,
     run: int,
     worth: int,
+    most_parts: int,
 ) -> None:
     """Mover, steps, widths, kernels, copy calls and pieces are those of a transfer."""
     for module in (staging, compiled_staging):
         monkeypatch.setattr(module, "PARTS_WORTH_A_CALL", worth)
+    for module in (route_preview, compiled_staging, host_copies):
+        monkeypatch.setattr(module, "MAX_PARTS", most_parts)
     gpu.batches = True  # previews count copies of many pages as there
     rig = DeviceRig(gpu, geometry, num_slots=24, registered=registered)
     staging_bytes = 3 * geometry.slot_bytes()
