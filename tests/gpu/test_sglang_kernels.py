@@ -270,27 +270,46 @@ def test_replayed_from_a_graph() -> None:
         plane.check(expected, "a replay")
 
 
-@pytest.mark.parametrize("layer", [0, LAYERS - 1])
-def test_pages_of_an_indexer(layer: int) -> None:
-    """Packed pages out of either layout."""
-    first, second = _plane(132 * 64, False, rows=(40, 60)), _plane(132 * 64, True, 9, rows=(40, 60))
+# Pages of an indexer, a size that 8 does not divide, states of a convolution and a recurrence.
+@pytest.mark.parametrize("size", [132 * 64, 66, 3 * 8192 + 6, 1 << 20])
+@pytest.mark.parametrize("of_host", [KINDS[3], KINDS[5]], ids=str)
+def test_pages_of_an_indexer_and_states(size: int, of_host: Any) -> None:
+    """Packed rows: a layer out of either layout, and all layers back into it."""
+    first, second = _plane(size, False, rows=(40, 60)), _plane(size, True, 9, rows=(40, 60))
     rows = [scattered(90 + n, 24, (40, 60)[n]) for n in (0, 1)]
-    expected = [plane.after(True, rows[0], rows[1], [layer]) for plane in (first, second)]
-    given: dict[str, Any] = {
-        "src_indices": _rows(rows[1]),
-        "dst_indices": _rows(rows[0]),
-        "item_size": 132 * 64,
-    }
-    adapter.transfer_kv_per_layer_mla(
-        first.host_tensors[layer], first.device_tensors[layer], **given
-    )
-    adapter.transfer_kv_per_layer_mla_pf_lf(
-        second.host_tensor, second.device_tensors[layer], layer_id=layer,
-        src_layout_dim=LAYERS * 132 * 64, **given,
-    )  # fmt: skip
-    torch.cuda.synchronize()
-    first.check(expected[0], "layer_first")
-    second.check(expected[1], "token_major")
+    of_device, host = _rows(rows[0]), _rows(rows[1], of_host)
+    for layer in (0, LAYERS - 1):
+        expected = [plane.after(True, rows[0], rows[1], [layer]) for plane in (first, second)]
+        lists: dict[str, Any] = {"src_indices": host, "dst_indices": of_device}
+        adapter.transfer_kv_per_layer_mla(
+            first.host_tensors[layer], first.device_tensors[layer], item_size=size, **lists
+        )
+        for call in (adapter.transfer_kv_per_layer_mla_pf_lf, adapter.transfer_kv_mamba_pf_lf):
+            call(
+                second.host_tensor, second.device_tensors[layer], layer_id=layer, item_size=size,
+                src_layout_dim=LAYERS * size, **lists,
+            )  # fmt: skip
+        torch.cuda.synchronize()
+        first.check(expected[0], "layer_first")
+        second.check(expected[1], "token_major")
+    for plane, layout in ((first, "layer_first"), (second, "token_major")):
+        for tensor in plane.device_tensors:
+            tensor.random_(0, 256)
+        torch.cuda.synchronize()
+        expected = [plane.after(False, rows[0], rows[1], range(LAYERS))]
+        lists = {"src_indices": of_device, "dst_indices": host}
+        if plane is first:
+            adapter.transfer_kv_all_layer_mla(
+                _table(plane.device_tensors), _table(plane.host_tensors), item_size=size,
+                num_layers=LAYERS, **lists,
+            )  # fmt: skip
+        else:
+            adapter.transfer_kv_all_layer_mla_lf_pf(
+                _table(plane.device_tensors), plane.host_tensor, item_size=size,
+                dst_layout_dim=LAYERS * size, num_layers=LAYERS, **lists,
+            )  # fmt: skip
+        torch.cuda.synchronize()
+        plane.check(expected[0], layout)
 
 
 def test_between_two_pools_of_the_gpu() -> None:
