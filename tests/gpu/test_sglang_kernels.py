@@ -170,6 +170,29 @@ def test_staged_write_back(size: int, of_host: Any, staging_pages: int) -> None:
         plane.check(expected, "staged")
 
 
+@pytest.mark.parametrize("size", [576, 656, 66])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_staging_is_free_behind_a_write_back(size: int, legacy: bool) -> None:
+    """Copies run in a stream of their own; the caller's is behind them all, and may use staging."""
+    page, num_pages = 64, 8
+    plane = _plane(size, True)
+    staging = _on_gpu(num_pages * page * LAYERS * size).view(-1, LAYERS, size)
+    stream = torch.cuda.default_stream() if legacy else new_stream()
+    for seed in range(20):
+        device_rows, host_rows = (scattered(700 + seed + n, 640, ROWS[n], page) for n in (0, 1))
+        expected = plane.after(False, device_rows, host_rows, range(LAYERS))
+        lists = _rows(device_rows), _rows(host_rows, (torch.int64, "cpu"))
+        addresses = _table(plane.device_tensors)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            adapter.transfer_hicache_all_layer_mla_staged_lf_pf(
+                addresses, *lists, staging, plane.host_tensor, page_size=page
+            )
+            staging.fill_(seed)
+        stream.synchronize()
+        plane.check(expected, "staged")
+
+
 def test_a_long_write_back_through_little_staging() -> None:
     """2,048 pages of 576 bytes and many layers through 7 pages, again and again, then 1, then 0."""
     page, layers, pages = 16, 61, 2048
