@@ -71,8 +71,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--chunk", type=int, default=2048, help="tokens of a prompt computed at once")
     add("--folder", type=pathlib.Path, help="where files go; the system's folder for such, else")
     add("--rounds", type=int, default=24, help="of engines in lockstep, after two that warm up")
-    add("--seconds", type=float, default=50.0, help="no more rounds then, once there are 15")
-    add("--turns", type=int, default=7, help="of the other figures, after one that warms up")
+    add("--seconds", type=float, default=40.0, help="no more rounds then, once there are 15")
+    add("--turns", type=int, default=4, help="of the other figures, after one that warms up")
     return parser
 
 
