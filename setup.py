@@ -17,8 +17,9 @@ _HOST_MOVE = Extension(
     sources=[
         "src/kvferry/kernels/csrc/host_move.c",
         "src/kvferry/kernels/csrc/staged_submit.c",
+        "src/kvferry/kernels/csrc/direct_submit.c",
     ],
-    depends=["src/kvferry/kernels/csrc/staged_submit.h"],
+    depends=["src/kvferry/kernels/csrc/submit.h"],
     extra_compile_args=["-std=c11", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra"],
     optional=True,
     py_limited_api=True,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,14 @@ import numpy as np
 import pytest
 
 from kvferry.cache import KVFerry
-from kvferry.errors import ConfigError, PlanError, StorageError
+from kvferry.config import Config
+from kvferry.errors import ConfigError, PageKeyError, PlanError, StorageError
 from kvferry.geometry import Geometry, Plane, PoolView
-from kvferry.index import Namespace
+from kvferry.index import ContentSpan, Namespace
 from kvferry.memory import HostPool
 from kvferry.metrics import Metrics
+from kvferry.storage import MemoryBackend
+from kvferry.types import SlotKind
 
 PAGE = 4
 TOKENS = list(range(16))
@@ -62,6 +67,68 @@ def test_a_cache_that_is_not_made_keeps_no_memory(
     with pytest.raises(StorageError):
         make(storage={"enabled": True, "path": str(tmp_path / "no" / "such")})
     assert len(closed) == 1
+
+
+def test_what_storage_is_remembered_to_have_is_a_setting() -> None:
+    """With room for few hints, most of what only storage has is forgotten."""
+    backend = MemoryBackend()
+    section = {"backend": "memory", "max_hints": 1}
+    few = KVFerry(
+        GEOMETRY,
+        PoolView.from_tensors(GEOMETRY, {"k": [np.zeros((40, 24), np.uint8) for _ in range(2)]}),
+        Config.resolve(environ={}, storage=section, host={"num_bytes": 20_000}).config,
+        namespace=Namespace(model="m", revision="1", dtype="u8", geometry=GEOMETRY.fingerprint),
+        storage=backend,
+    )
+    with few as cache:
+        num_slots = cache._manager._control.tiers[SlotKind.PAGE].num_slots
+        for prompt in range(5 * num_slots):
+            cache.store([prompt] * PAGE, device_slots=np.arange(PAGE)).wait()
+            assert cache.flush(20).num_left == 0
+        assert backend.stats().objects == 5 * num_slots
+        assert cache._manager._control.index.num_stored <= 2 * num_slots
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1, -0.001, 86_401, "5", None, True])
+def test_times_that_are_none_are_refused(seconds: Any) -> None:
+    """Every wait says which value it cannot take, and what it can; and nothing has begun."""
+    with make(storage=MemoryBackend()) as cache:
+        stored = cache.store(TOKENS, device_slots=np.arange(16))
+        waits: dict[str, Callable[[], Any]] = {
+            "detach_storage": lambda: cache.detach_storage(timeout=seconds),
+            "forced": lambda: cache.detach_storage(timeout=seconds, force=True),
+            "wait": lambda: cache.wait(seconds),
+            "flush": lambda: cache.flush(seconds),
+            "close": lambda: cache.close(seconds),
+            "handle": lambda: stored.wait(seconds),
+            "explain": lambda: cache.explain(TOKENS, storage_timeout=seconds),
+        }
+        for wait in waits.values():
+            with pytest.raises(ConfigError, match=rf"timeout={seconds!r}.* 0 to 86400"):
+                wait()
+        stored.wait(0)  # no time is enough for what is over
+        assert cache.flush(20).complete  # storage is there still
+
+
+@pytest.mark.parametrize("tokens", [None, 5, object(), iter([1, 2])])
+def test_what_is_no_prompt_is_refused(tokens: Any) -> None:
+    """By every call that takes one, in words."""
+    with make() as cache:
+        for call in (cache.match, cache.store, cache.evicting, cache.prefetch, cache.explain):
+            with pytest.raises(PageKeyError, match=r"tokens .*; pass"):
+                call(tokens)
+        with pytest.raises(PlanError, match="valid_tokens is -1; give 0 or at most 16"):
+            cache.store(TOKENS, device_slots=np.arange(16), valid_tokens=-1)
+        cache.check_integrity()
+
+
+def test_a_prompt_that_can_be_gone_through_once() -> None:
+    """Spans of content may come from an iterator, also where only some tokens are filled."""
+    spans = [ContentSpan(0, 2, b"a picture")]
+    with make() as cache:
+        cache.store(TOKENS, device_slots=np.arange(16), valid_tokens=12, content=iter(spans)).wait()
+        assert cache.match(TOKENS, content=iter(spans)).num_tokens == 12
+        assert cache.match(TOKENS).num_tokens == 0
 
 
 def test_slots_of_a_plane_that_is_not_there_are_refused() -> None:

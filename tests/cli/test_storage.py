@@ -106,6 +106,8 @@ def test_prune(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.utime(_file(folder, 3), (old, old))
     assert _json(capsys, "prune", folder, "--unused-days", "2")["objects"] == 1
     assert _json(capsys, "prune", folder)["objects"] == 0
+    for size in ("64Mi", "64MiB", "64M", "64mb", "1.5 GiB", "16384"):  # as a config has them
+        assert _json(capsys, "prune", folder, "--max-bytes", size)["objects"] == 0
     assert main(["storage", "prune", str(folder), "--max-bytes", "0"]) == 0
     assert "objects            2" in capsys.readouterr().out
 
@@ -116,8 +118,9 @@ def test_prune(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["stats", "nothing"], "cannot be opened"),
         (["stats", "."], "has no file KVFERRY"),
         (["ls", "store", "--limit", "-1"], "--limit -1"),
-        (["prune", "store", "--max-bytes", "many"], "--max-bytes many"),
-        (["prune", "store", "--max-bytes", "-1"], "--max-bytes -1"),
+        (["prune", "store", "--max-bytes", "many"], "--max-bytes 'many' must be"),
+        (["prune", "store", "--max-bytes", "-1"], "--max-bytes '-1' must be"),
+        (["prune", "store", "--max-bytes", "1.5"], "--max-bytes '1.5' must be"),
         (["prune", "store", "--unused-days", "nan"], "--unused-days nan"),
         (["prune", "store", "--unused-days", "inf"], "--unused-days inf"),
     ],

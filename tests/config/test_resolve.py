@@ -74,6 +74,7 @@ def test_sources_meet_setting_by_setting(tmp_path: Path) -> None:
         "host.numa": f"file {path}",
         "host.locked": f"file {path}",
         "host.reserve_bytes": "default",
+        "host.processes": "default",
         "host.eviction_policy": "keyword",
     }
 
@@ -315,6 +316,16 @@ def test_rules_see_a_whole_config_and_change_nothing(monkeypatch: pytest.MonkeyP
             r"timeout_base_secs = 1 .*max_secs = 0\.5.*timeout_base_secs is from default",
             ("prefetch.timeout_base_secs", "prefetch.max_secs"),
         ),
+        (
+            {"storage": {"path": Path("/x"), "options": Options({"path": "/y"})}},
+            r"storage\.options says path too, beside storage\.path = /x.*leave it out",
+            ("storage.options", "storage.path"),
+        ),
+        (
+            {"storage": {"capacity_bytes": 9, "options": Options({"capacity_bytes": 8})}},
+            r"says capacity_bytes too, beside storage\.capacity_bytes = 9",
+            ("storage.options", "storage.capacity_bytes"),
+        ),
     ],
 )
 def test_rules_need_what_they_need(
@@ -335,6 +346,8 @@ def test_what_rules_allow() -> None:
     Config.resolve(environ={}, storage={"enabled": True, "backend": "memory"})
     Config.resolve(environ={}, storage={"enabled": False, "backend": None})
     Config.resolve(environ={}, prefetch={"max_secs": 1})
+    options = {"path": "/y", "capacity_bytes": 8}  # a backend of the user's, told in one place
+    Config.resolve(environ={}, storage={"backend": "my:Store", "options": options})
 
 
 def test_a_config_goes_through_its_dictionary_and_through_pickle() -> None:

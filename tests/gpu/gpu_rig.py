@@ -11,7 +11,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry import Geometry, HostPool, Plane, PoolView, RegisteredHostPool, TransferEngine
+from kvferry import (
+    Geometry,
+    HostPool,
+    Plane,
+    PoolView,
+    RegisteredHostPool,
+    TransferEngine,
+    TransferHandle,
+)
 from kvferry.memory import SlotOwner
 from kvferry.testing import (
     GUARD_BYTES,
@@ -55,6 +63,11 @@ def scattered(seed: int, pages: int, per_page: int, num_rows: int, run: int = 1)
     starts = rng.permutation(num_rows // run)[: pages * per_page // run] * run
     rows: Rows = (starts[:, None] + np.arange(run)).reshape(pages, per_page)
     return rows
+
+
+def kernel(handle: TransferHandle) -> str:
+    """Which one carried it, whatever the mover was and whoever called the driver."""
+    return handle.path.rpartition(" ")[2]
 
 
 class GuardedTensor:

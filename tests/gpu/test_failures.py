@@ -53,7 +53,7 @@ def _fail_from_call(
 
 def _check_failed(handle: TransferHandle) -> None:
     with pytest.raises(
-        TransferFaultError, match=r"pages on path (staged (interpreted )?)?flat failed: injected"
+        TransferFaultError, match=r"pages on path (staged )?(interpreted )?flat failed: injected"
     ):
         handle.wait()
     assert handle.done

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from gpu_rig import GpuRig, Rows, latent, scattered
+from gpu_rig import GpuRig, Rows, kernel, latent, scattered
 
 from kvferry import TransferHandle, TransferPlan
 from kvferry.errors import ConfigError, PlanError
@@ -39,13 +39,8 @@ def _round_trip(rig: GpuRig, run: int = 1, **options: Any) -> tuple[TransferHand
     assert loaded.verified_pages == _PAGES
     rig.check_device(images)
     told = {decision.chosen for decision in engine.explain(plan).values()}
-    assert told == {_kernel(loaded)}
+    assert told == {kernel(loaded)}
     return stored, loaded
-
-
-def _kernel(handle: TransferHandle) -> str:
-    """Which one carried it, whatever the mover was."""
-    return handle.path.removeprefix("staged ")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +63,7 @@ def test_the_best_path(make_rig: _Make, element_size: int, run: int, path: str) 
     """Whole 8-byte packages over what lies side by side go flat, all else goes through realign."""
     rig = make_rig(latent(element_size, num_layers=2), num_rows=_NUM_ROWS, num_slots=8)
     stored, loaded = _round_trip(rig, run)
-    assert (_kernel(stored), _kernel(loaded)) == (path, path)
+    assert (kernel(stored), kernel(loaded)) == (path, path)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 200])
@@ -93,14 +88,14 @@ def test_a_path_on_request(
     rig = make_rig(latent(element_size, num_layers=3), num_rows=_NUM_ROWS, num_slots=8)
     stored, loaded = _round_trip(rig, num_blocks=num_blocks, **options)
     wanted = options.get("path", "grouped")
-    assert (_kernel(stored), _kernel(loaded)) == (wanted, wanted)
+    assert (kernel(stored), kernel(loaded)) == (wanted, wanted)
 
 
 def test_an_unroll_that_does_not_fit(make_rig: _Make) -> None:
     """An unroll alone asks for grouped; where that cannot be, the others stand in and say so."""
     rig = make_rig(latent(512), num_rows=_NUM_ROWS, num_slots=8)
     stored, loaded = _round_trip(rig, unroll=32)
-    assert (_kernel(stored), _kernel(loaded)) == ("flat", "flat")
+    assert (kernel(stored), kernel(loaded)) == ("flat", "flat")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +130,7 @@ def test_a_path_that_is_switched_off(make_rig: _Make, monkeypatch: pytest.Monkey
     monkeypatch.setenv("KVFERRY_DISABLE_PATHS", "flat")
     rig = make_rig(latent(), num_rows=_NUM_ROWS, num_slots=8)
     stored, loaded = _round_trip(rig)
-    assert (_kernel(stored), _kernel(loaded)) == ("realign", "realign")
+    assert (kernel(stored), kernel(loaded)) == ("realign", "realign")
     with pytest.raises(ConfigError, match=r"'flat' is not to be had .* realign, grouped"):
         rig.engine(path="flat")
 

@@ -106,10 +106,76 @@ def test_selective_keeps_what_is_asked_for_twice() -> None:
     assert _replay(trace, store="write_through").host.hit_pages == 4
 
 
-def test_write_back_writes_what_leaves_the_host() -> None:
-    """And nothing else."""
+class _PlainCache:
+    """Host and storage as lists, the page used longest ago first, and counts of all offers."""
+
+    def __init__(self, host: int, storage: int, hits: int) -> None:
+        self.most = host, storage
+        self.host: list[int] = []
+        self.storage: list[int] = []
+        self.needed = hits
+        self.offers: dict[int, int] = {}
+        self.found = [0, 0]
+
+    def serve(self, prompt: tuple[int, ...]) -> None:
+        """One request whose prompt has no page before or behind it in any other."""
+        (page,) = prompt
+        has_it = page in self.host, page in self.storage
+        self.found[0] += has_it[0]
+        self.found[1] += has_it[1] and not has_it[0]
+        self.offers[page] = self.offers.get(page, 0) + 1
+        if has_it[1]:
+            self.storage.remove(page)
+            self.storage.append(page)
+        if any(has_it) or self.offers[page] >= self.needed:
+            for tier, is_there, most in zip(
+                (self.host, self.storage), has_it, self.most, strict=True
+            ):
+                if tier is self.host and is_there:
+                    tier.remove(page)
+                if tier is self.host or not is_there:
+                    tier.append(page)
+                del tier[: max(0, len(tier) - most)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("store", "hits"),
+    [("write_through", 1), ("write_back", 1), *(("write_through_selective", n) for n in (1, 2, 4))],
+)
+def test_policies_against_plain_lists(store: str, hits: int, seed: int) -> None:
+    """When pages go to the host; and storage has them at once, whatever the policy."""
+    rng = random.Random(seed)
+    prompts = [(min(int(rng.paretovariate(0.6)), 200),) for _ in range(600)]
+    plain = _PlainCache(10, 30, hits)
+    for prompt in prompts:
+        plain.serve(prompt)
+    given = {"selective_hits": hits} if store == "write_through_selective" else {}
+    told = _replay(_requests(*prompts), host_pages=10, storage_pages=30, store=store, **given)
+    assert [told.host.hit_pages, told.storage.hit_pages] == plain.found
+    assert min(plain.found) > 10
+    assert (told.host.used_pages, told.storage.used_pages) == (10, len(plain.storage))
+
+
+def test_write_back_is_storing_at_the_end_of_a_request() -> None:
+    """There is no engine's memory here that would keep pages any longer."""
+    trace = _random_trace(5)
+    one, other = (
+        _replay(trace, host_pages=25, storage_pages=50, store=store).to_dict()
+        for store in ("write_back", "write_through")
+    )
+    assert {**one, "seconds": 0, "policies": 0} == {**other, "seconds": 0, "policies": 0}
     told = _replay(_requests((1,), (2,), (3,)), host_pages=2, store="write_back")
-    assert (told.storage.stored_pages, told.host.evicted_pages) == (1, 1)
+    assert (told.storage.stored_pages, told.host.evicted_pages) == (3, 1)
+
+
+def test_hits_are_counted_as_the_cache_does() -> None:
+    """By the prompt: a page counts only where all before it have come as often."""
+    trace = _requests((1, 2), (1, 3), (1, 3))
+    told = _replay(trace, store="write_through_selective")
+    assert (told.host.hit_pages, told.host.stored_pages) == (1, 2)
+    often = _replay(trace, store="write_through_selective", selective_hits=3)
+    assert (often.host.hit_pages, often.host.stored_pages) == (0, 1)
 
 
 def test_a_prompt_larger_than_the_host_keeps_its_beginning() -> None:
@@ -126,6 +192,7 @@ def test_a_prompt_larger_than_the_host_keeps_its_beginning() -> None:
         ({"page_size": 0}, "page_size=0"),
         ({"store": "sometimes"}, "store='sometimes' is none of write_through"),
         ({"host_pages": -1}, "host_pages=-1"),
+        ({"selective_hits": 0}, "selective_hits=0"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(given: dict[str, Any], message: str) -> None:
@@ -183,7 +250,9 @@ def _written(tmp_path: Path, trace: list[TracedRequest]) -> tuple[str, str]:
     return str(file), str(geometry)
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """JSON has what the library says; sizes become pages of the geometry."""
     trace = _random_trace(3)
     file, geometry = _written(tmp_path, trace)
@@ -202,6 +271,22 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert {"host", "storage"} == set(told["tiers"])
     assert ET.parse(picture).getroot().tag.endswith("svg")  # noqa: S314  we wrote it
 
+    selective = [*command, "--policy", "write_through_selective", "--json"]
+    stored = []
+    for given, variable in (([], None), ([], "4"), (["--selective-hits", "3"], "4")):
+        if variable is not None:
+            monkeypatch.setenv("KVFERRY_STORE_SELECTIVE_HITS", variable)
+        assert main([*selective, *given]) == 0
+        stored.append(json.loads(capsys.readouterr().out)["tiers"]["host"]["stored_pages"])
+    wanted = [
+        _replay(
+            trace, page_bytes=4096, host_pages=40, store="write_through_selective",
+            selective_hits=hits,
+        ).host.stored_pages
+        for hits in (2, 4, 3)
+    ]  # fmt: skip
+    assert stored == wanted
+    assert len(set(wanted)) == 3
     assert main([*command, "--page-size", "64"]) == 0
     out = capsys.readouterr().out
     assert f"requests   {len(trace)}, " in out
@@ -219,6 +304,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--policy", "best"], "--policy 'best' is none of lru"),
         (["--policy", "lru", "--policy", "fifo"], "the eviction policy was given already"),
         (["--page-size", "96"], "page_size=96 does not divide"),
+        (["--selective-hits", "0"], "store.selective_hits"),
     ],
 )
 def test_bad_options(

@@ -12,7 +12,15 @@ from tests.storage.storage_rig import SMALL, Pages, flip, key_of
 
 from kvferry.errors import StorageError
 from kvferry.geometry import Geometry, HitRule, Plane
-from kvferry.storage import FileBackend, ItemResult, ItemStatus, MemoryBackend, PageStore
+from kvferry.storage import (
+    FileBackend,
+    ItemResult,
+    ItemStatus,
+    MemoryBackend,
+    PageStore,
+    PageStoreCounts,
+    checksum,
+)
 from kvferry.testing import Fault, FaultKind, FaultyBackend, memory_at
 from kvferry.types import SlotKind
 
@@ -280,6 +288,42 @@ def test_another_geometry_is_a_miss() -> None:
     assert other.counts().foreign == 1
     assert backend.stats().quarantined == 0
     assert _statuses(store.read(_KEYS[:1], into.addresses, into.digests)) == ["ok"]
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+@pytest.mark.parametrize("version", [0, 2, 1 << 31])
+def test_another_version_of_the_same_size_is_a_miss(
+    tmp_path: Path, version: int, kind: str
+) -> None:
+    """Whole, and not ours to read or to put away: counted, left alone, and written over later."""
+    backend = MemoryBackend() if kind == "memory" else FileBackend(tmp_path)
+    store, pages, into = PageStore(backend, SMALL), Pages(SMALL, 2, seed=1), Pages(SMALL, 2)
+    assert all(one.ok for one in store.write(_KEYS[:2], pages.addresses, pages.digests))
+    size = store.object_bytes(_KEYS[0])
+    stored = np.zeros(size, dtype=np.uint8)
+    place = [[(stored.ctypes.data, size)]]
+    assert backend.read_into(_KEYS[:1], place)[0].ok
+    length = size - store.slot_bytes
+    header = bytearray(stored[:length].tobytes())
+    header[8:12] = version.to_bytes(4, "little")
+    header[48:64] = bytes(16)
+    header[48:64] = checksum(header)
+    stored[:length] = np.frombuffer(header, dtype=np.uint8)
+    assert backend.delete(_KEYS[:1])[0].ok
+    assert backend.write_from(_KEYS[:1], place)[0].ok
+
+    later = PageStore(backend, SMALL)
+    assert later.contains(_KEYS[:2]) == [True, True]
+    results = later.read(_KEYS[:2], into.addresses, into.digests)
+    assert _statuses(results) == ["miss", "ok"]
+    assert f"format version {version}, and this is 1" in results[0].reason
+    assert later.counts() == PageStoreCounts(foreign=1, missing=1)
+    assert backend.stats().quarantined == 0
+    assert backend.contains(_KEYS[:1]) == [True]
+    assert later.contains(_KEYS[:1]) == [False]
+    assert later.write(_KEYS[:1], pages.addresses[:1], pages.digests[:1])[0].ok
+    assert _statuses(later.read(_KEYS[:2], into.addresses, into.digests)) == ["ok", "ok"]
+    backend.close()
 
 
 def test_yes_and_then_nothing_is_asked_once() -> None:

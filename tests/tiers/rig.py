@@ -12,6 +12,7 @@ from kvferry.events import EventLog
 from kvferry.geometry import Geometry, HitRule, Plane, PoolView
 from kvferry.index import Namespace, PrefixIndex, page_keys
 from kvferry.memory import HostPool
+from kvferry.metrics import MetricsSink
 from kvferry.storage import StorageBackend
 from kvferry.tiers import (
     DataPlane,
@@ -78,6 +79,7 @@ class Rig:
         verify: Verify = Verify.ALWAYS,
         num_threads: int = 2,
         wrap_engine: Callable[[TransferEngine], Any] = lambda engine: engine,
+        metrics: MetricsSink | None = None,
         seed: int = 0,
         **options: Any,
     ) -> None:
@@ -116,6 +118,7 @@ class Rig:
             self.pools,
             self.data,
             options=TierOptions(**{**FAST, "verify": verify, **options}),
+            metrics=metrics,
             events=self.events,
             clock=self.clock,
             pump=self.pump,

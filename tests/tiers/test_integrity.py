@@ -10,7 +10,8 @@ from tests.tiers.rig import PAGE, PLANE_SETS, STATE, WINDOW, K, Rig, V
 
 from kvferry.events import PagesQuarantined
 from kvferry.geometry import Plane
-from kvferry.storage import MemoryBackend
+from kvferry.storage import ItemResult, ItemStatus, MemoryBackend
+from kvferry.testing.faulty_backend import Fault, FaultKind, FaultyBackend
 from kvferry.tiers import Reason, storage_key
 from kvferry.transfer import TransferEngine, TransferHandle, TransferPlan
 from kvferry.types import SlotKind, Tier
@@ -61,8 +62,9 @@ def test_on_the_host(planes: tuple[Plane, ...], bad: int) -> None:
             key = rig.keys(TOKENS)[bad]
             assert key in quarantined(rig, Tier.HOST)
             assert rig.slot_of(TOKENS, bad) < 0
+            # What was written before the bit flipped is good, and stays.
             backend = rig.data._attachments[1]._backend
-            assert not backend.contains([key])[0]
+            assert backend.contains([key]) == [True]
         found.release()
         rig.settle()
         rig.check_idle()
@@ -100,7 +102,76 @@ def test_in_a_state() -> None:
     rig.settle()
     assert rig.match(TOKENS).num_tokens == 0
     backend = rig.data._attachments[1]._backend
-    assert backend.contains([storage_key(SlotKind.STATE, rig.keys(TOKENS)[4])]) == [False]
+    assert backend.contains([storage_key(SlotKind.STATE, rig.keys(TOKENS)[4])]) == [True]
+    rig.close()
+
+
+def test_a_good_copy_in_storage_is_brought_back() -> None:
+    """Only the host's was bad: a prefetch brings the page, and the prompt is whole again."""
+    backend = MemoryBackend()
+    rig = Rig(backend=backend)
+    was = rig.pages(0, 5)
+    rig.store(TOKENS).wait(20)
+    rig.settle()
+    rig.flip_host(TOKENS, 2, 5)
+    with rig.match(TOKENS) as found:
+        rig.load(found, 20).wait(20)
+    rig.settle()
+    assert quarantined(rig, Tier.STORAGE) == []
+    assert backend.stats().quarantined == 0
+    rig.wipe(20, 5)
+    fetch = rig.manager.prefetch(rig.keys(TOKENS), forced=True)
+    fetch.wait(20)
+    assert (fetch.num_pages, fetch.result().num_tokens) == (1, 5 * PAGE)
+    loaded = rig.load(rig.match(TOKENS), 20)
+    loaded.wait(20)
+    assert loaded.usable_tokens == 5 * PAGE
+    assert all(rig.same(20 + page, was[page]) for page in range(5))
+    rig.close()
+
+
+@pytest.mark.parametrize("how", ["written", "flipped", "gone", "unreadable"])
+def test_a_bad_copy_in_storage_goes_too(how: str) -> None:
+    """Bytes that were wrong when they were written have the right checksum, and wrong digests."""
+    inner = MemoryBackend()
+    backend = FaultyBackend(inner)
+    rig = Rig(backend=backend)
+    key = rig.keys(TOKENS)[2]
+    rig.manager.switches.flip(storage=how != "written")
+    rig.store(TOKENS).wait(20)
+    rig.settle()
+    rig.flip_host(TOKENS, 2, 5)
+    if how == "written":
+        rig.manager.switches.flip(storage=True)
+        rig.until(lambda: not rig.manager.offer_all())
+        rig.settle()
+    elif how == "flipped":
+        flip_object(inner, key, 8 * 4096)
+    elif how == "gone":
+        inner.delete([key])
+    else:
+        backend.script(
+            "read_into",
+            key,
+            Fault(FaultKind.STATUS, result=ItemResult(ItemStatus.FAILED)),
+            always=True,
+        )
+    assert inner.contains([key]) == [how != "gone"]
+    with rig.match(TOKENS) as found:
+        loaded = rig.load(found, 20)
+        loaded.wait(20)
+    assert loaded.usable_tokens == 2 * PAGE
+    rig.settle()
+    told = quarantined(rig, Tier.STORAGE)
+    assert told == ([key] if how in ("written", "flipped") else [])
+    assert inner.contains([key]) == [how == "unreadable"]
+    # Whatever it was, it is asked for no more, and stored anew.
+    fetch = rig.manager.prefetch(rig.keys(TOKENS), forced=True)
+    fetch.wait(20)
+    assert (fetch.num_pages, fetch.reason) == (0, Reason.MISSING)
+    rig.store(TOKENS).wait(20)
+    rig.settle()
+    assert inner.contains([key]) == [True]
     rig.close()
 
 

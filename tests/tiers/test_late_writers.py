@@ -12,7 +12,7 @@ from kvferry.errors import CacheError, PoolInUseError, SlotOwnershipError
 from kvferry.memory import SlotOwner
 from kvferry.storage import MemoryBackend
 from kvferry.testing.faulty_backend import Fault, FaultKind, FaultyBackend
-from kvferry.tiers import LinkState, PageState, Reason
+from kvferry.tiers import FetchHandle, LinkState, PageState, Reason
 from kvferry.types import SlotKind
 
 TOKENS = list(range(4 * PAGE))
@@ -27,8 +27,13 @@ def release() -> Iterator[threading.Event]:
     event.set()
 
 
+def _handle(rig: Rig) -> FetchHandle:
+    desk = rig.manager._prefetch
+    return FetchHandle(desk._open[0], rig.pump, desk)
+
+
 def _cancel(rig: Rig) -> None:
-    rig.manager._prefetch._open[0].cancel()
+    _handle(rig).cancel()
 
 
 def _time_out(rig: Rig) -> None:
@@ -38,7 +43,7 @@ def _time_out(rig: Rig) -> None:
 
 def _look(rig: Rig) -> None:
     rig.clock.now += 5
-    rig.manager._prefetch._open[0].look()
+    _handle(rig).look()
 
 
 def _reset(rig: Rig) -> None:

@@ -123,7 +123,7 @@ def test_pages_are_published_in_order(release: threading.Event) -> None:
     fetch = rig.manager.prefetch(rig.keys(TOKENS))
     ledger = rig.manager._control.tiers[SlotKind.PAGE].ledger
     rig.until(lambda: ledger.count(PageState.FETCHING) == 6)
-    rig.until(lambda: sum(status.name == "READ" for status in fetch.pages) == 5)
+    rig.until(lambda: sum(status.name == "READ" for status in fetch._work.pages) == 5)
     assert fetch.num_pages == 0
     assert rig.match(TOKENS).num_tokens == 0
     release.set()
@@ -218,7 +218,7 @@ def test_aborts_eat_no_budget(stage: str) -> None:
         if stage == "during the probe":
             rig.data.wait(0.01)
         elif stage == "while reading":
-            rig.until(lambda fetch=fetch: fetch.stage != "probing")  # type: ignore[misc]
+            rig.until(lambda fetch=fetch: fetch._work.stage != "probing")  # type: ignore[misc]
         elif stage == "after it came":
             fetch.wait(20)
         if stage != "never polled":

@@ -139,6 +139,11 @@ class DeviceRig:
         self.load(engine, [0], rows).wait()
         return engine
 
+    def told(self, kernels: str) -> str:
+        """How a handle names `kernels`: with the old driver no compiled code is used."""
+        by_python = not self.gpu.batches and kernels != "grouped"
+        return f"{'interpreted ' if by_python else ''}{kernels}"
+
     def rows(self, num_pages: int, *, besides: Rows | None = None) -> Rows:
         """Different device rows, in no order, none of `besides`. Shape ``[N, P]``."""
         free = np.arange(self.num_rows) if besides is None else self.others(besides)

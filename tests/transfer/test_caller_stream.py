@@ -18,6 +18,7 @@ from tests.transfer.device_rig import IndexTensor
 from kvferry.errors import PlanError
 from kvferry.geometry import Geometry, Plane
 from kvferry.tiers import DeviceSlots
+from kvferry.transfer.caller_stream import current_stream
 
 
 class Slots(IndexTensor):
@@ -91,3 +92,20 @@ def test_a_tensor_in_pieces_is_refused() -> None:
     given.is_contiguous = lambda: False  # type: ignore[method-assign]
     with pytest.raises(PlanError, match="contiguous"):
         DeviceSlots(_GEOMETRY, given)
+
+
+def test_the_current_stream_is_torch_s_where_torch_uses_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before torch has used a GPU, and without torch, it is the legacy default stream."""
+    current = SimpleNamespace(cuda_stream=9)
+    cuda = SimpleNamespace(is_initialized=lambda: False, current_stream=lambda _: current)
+    torch = SimpleNamespace(cuda=cuda, _C=SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert current_stream(1) == 0
+    cuda.is_initialized = lambda: True
+    assert current_stream(1) == 9
+    torch._C = SimpleNamespace(_cuda_getCurrentRawStream=lambda gpu: 70 + gpu)
+    assert current_stream(1) == 71
+    monkeypatch.delitem(sys.modules, "torch")
+    assert current_stream(1) == 0

@@ -5,20 +5,19 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.transfer.conftest import only_staged
 from tests.transfer.device_rig import DeviceRig, latent
+from tests.transfer.driver_log import DriverLog
 from tests.transfer.fake_gpu import FakeGpu, Status
 from tests.transfer.scene import Scene, context_of, staged_bytes
 
 from kvferry.errors import ConfigError, DriverTooOldError, PinError, TransferFaultError
 from kvferry.geometry import Geometry, Plane
 from kvferry.kernels import native, native_library, submit_staged
-from kvferry.kernels.transfer_args import TransferArgs
 from kvferry.memory.pin_driver import ContextPinDriver
 from kvferry.transfer import TransferHandle, movers
 from kvferry.transfer.staging_ring import MAX_ROOMS
@@ -29,10 +28,6 @@ pytestmark = [
     pytest.mark.skipif(native_library() is None, reason="kvferry was installed without a compiler"),
 ]
 
-_WATCHED = (
-    *("cuEventRecord", "cuStreamWaitEvent", "cuLaunchKernel"),
-    *("cuMemcpy2DAsync", "cuMemcpyBatchAsync"),
-)
 _MIXED = Geometry(
     planes=(
         Plane(name="latent", num_layers=5, element_size=656),
@@ -42,72 +37,33 @@ _MIXED = Geometry(
 )
 
 
-class _Log:
-    """What the driver is told."""
+class _Log(DriverLog):
+    """What the driver is told, from the same state of staging each time."""
 
     def __init__(self, gpu: FakeGpu, scene: Scene) -> None:
-        self.gpu = gpu
-        self.calls: list[Any] = []
-        # Which of the spare events marks a layer is chance; those of staging have their places.
         carrier: Any = scene.engine._carrier
         self.staged = carrier._staged
+        # Which of the spare events marks a layer is chance; those of staging have their places.
         events = [one for ring in self.staged._rings.values() for one in ring._events]
-        self._staging = {one.handle for one in (*events, *self.staged._begun.values())}
+        super().__init__(gpu, {one.handle for one in (*events, *self.staged._begun.values())})
 
     def of(self, move: Callable[[], TransferHandle], compiled: object) -> list[Any]:
         """The calls of one transfer, by compiled code or None; then staging is as it was before."""
-        self.calls, self.staged._compiled = [], compiled
+        self.staged._compiled = compiled
         rings = self.staged._rings.values()
         states = [(bytes(ring.args), bytes(ring._rooms)) for ring in rings]
-        for name in _WATCHED:
-            self.gpu.hooks[name] = functools.partial(self._noted, name)
-        handle = move()
-        for name in _WATCHED:
-            del self.gpu.hooks[name]
-        handle.wait()
-        assert not handle.bad_pages
+        found = self.calls_of(move)
         self.after = [(bytes(ring.args), bytes(ring._rooms)) for ring in rings]
         for ring, (args, rooms) in zip(rings, states, strict=True):
             ctypes.memmove(ctypes.addressof(ring.args), args, len(args))
             ctypes.memmove(ctypes.addressof(ring._rooms), rooms, len(rooms))
-        return self.calls
+        return found
 
     def go_on(self) -> None:
         """Leave staging as the last transfer did."""
         for ring, (args, rooms) in zip(self.staged._rings.values(), self.after, strict=True):
             ctypes.memmove(ctypes.addressof(ring.args), args, len(args))
             ctypes.memmove(ctypes.addressof(ring._rooms), rooms, len(rooms))
-
-    def _noted(self, name: str, *given: Any) -> None:
-        self.calls.append((name, *getattr(self, f"_{name}")(*given)))
-
-    def _cuEventRecord(self, event: int, stream: int) -> tuple[Any, ...]:  # noqa: N802
-        return event if event in self._staging else "a mark", stream
-
-    def _cuStreamWaitEvent(self, stream: int, event: int, _: int) -> tuple[Any, ...]:  # noqa: N802
-        return self._cuEventRecord(event, stream)
-
-    def _cuMemcpy2DAsync(self, told: SimpleNamespace, stream: Any) -> tuple[Any, ...]:  # noqa: N802
-        host, device = ("src", "dst") if told.srcMemoryType == 1 else ("dst", "src")
-        return (
-            *(getattr(told, host + "Host"), getattr(told, host + "Pitch"), host),
-            *(getattr(told, device + "Device"), getattr(told, device + "Pitch")),
-            *(told.WidthInBytes, told.Height, stream),
-        )
-
-    def _cuMemcpyBatchAsync(self, *given: Any) -> tuple[Any, ...]:  # noqa: N802
-        targets, sources, sizes, count, _, _, number, stream = given
-        arrays = [(ctypes.c_uint64 * count).from_address(at) for at in (targets, sources, sizes)]
-        return (*(int(one) for array in arrays for one in array), number, stream)
-
-    def _cuLaunchKernel(self, kernel: int, *given: Any) -> tuple[Any, ...]:  # noqa: N802
-        *dims, stream, parameters, _ = given
-        first = ctypes.c_void_p.from_address(parameters).value or 0
-        transfer = TransferArgs.from_buffer_copy(
-            ctypes.string_at(first, ctypes.sizeof(TransferArgs))
-        )
-        fields = [getattr(transfer, name) for name, *_ in TransferArgs._fields_ if name != "rows"]
-        return (kernel, *dims, stream, *transfer.rows, *fields)
 
 
 def _in_chunks(rig: Any, chunk_bytes: int, **given: bool) -> None:

@@ -34,6 +34,7 @@ class _Table:
 
     max_pages = 1
     path = "no kernel"
+    has_grouped = False
     num_spans = 5
 
     def __init__(self, _: Any, steps: Sequence[Sequence[Carried]], __: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,12 +16,15 @@ from kvferry.cache.parts import (
     resolved_config,
     tier_options,
 )
+from kvferry.cache.request import Offer, Prompt
 from kvferry.errors import ConfigError
 from kvferry.events import EventLog
-from kvferry.index import Namespace, PrefixIndex, page_keys
+from kvferry.index import PrefixIndex
+from kvferry.memory import read_memory
 from kvferry.metrics import Metrics, NullMetrics
+from kvferry.ranks import ranks_on_machine
 from kvferry.sharing import SharedDataPlane
-from kvferry.tiers import DataPlane, DeviceSlots, TierManager, Verify, check_whole
+from kvferry.tiers import DataPlane, DeviceSlots, TierManager, Verify, check_seconds, check_whole
 from kvferry.types import SlotKind
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from kvferry.cache.reports import Explanation
     from kvferry.config import Config
     from kvferry.geometry import Geometry, PoolView
-    from kvferry.index import ContentSpan
+    from kvferry.index import ContentSpan, Namespace
     from kvferry.metrics import MetricsSink
     from kvferry.ranks import Ranks
     from kvferry.sharing import SharedHost
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
     from kvferry.tiers import FetchHandle, LoadHandle, Match, StoreHandle
 
 __all__ = ["KVFerry"]
+
+_START_SECS = 300.0
+"""How long ranks wait for the last of them to begin its cache."""
 
 
 class KVFerry(CacheLife):
@@ -58,7 +63,8 @@ class KVFerry(CacheLife):
             section of the config, as for `overrides`.
         writes_storage: False on all ranks but one of those that have the same bytes, whose
             namespaces have the same `shard`: they read what that one writes.
-        ranks: Who must agree on prefixes, where several processes serve one model.
+        ranks: Who must agree on prefixes, where several processes serve one model. All of them make
+            their caches at the same time: it is an agreement on how many share this machine.
         shared: The peers that load from this cache's host copy too, as their bytes are the same;
             closed with the cache. Each of them is a `HostPeer`.
         metrics: Is told of what happens; None: as the config says. Or the section of the config.
@@ -70,6 +76,7 @@ class KVFerry(CacheLife):
     Raises:
         ConfigError: A setting is wrong, or the namespace is of another geometry.
         BudgetError: There is not that much host memory.
+        RankError: A rank did not make its cache.
         StorageError: The backend cannot be opened, or does not do what it should.
         ViewError, NoDeviceError, ...: As `TransferEngine` says.
     """
@@ -110,7 +117,19 @@ class KVFerry(CacheLife):
         else:
             self.metrics = Metrics() if config.metrics.enabled else NullMetrics()
         verify = Verify(config.integrity.verify)
-        pools = make_pools(geometry, device_pool, config, shared=shared is not None)
+        reading, ranks_here = None, 1
+        if ranks is not None and ranks.size > 1:
+            # All look before any of them takes: who comes later would find less than its share.
+            reading = read_memory()
+            ranks_here = ranks_on_machine(ranks, timeout=_START_SECS)
+        pools = make_pools(
+            geometry,
+            device_pool,
+            config,
+            shared=shared is not None,
+            ranks_here=ranks_here,
+            reading=reading,
+        )
         engines = {
             kind: make_engine(
                 device_pool,
@@ -167,8 +186,7 @@ class KVFerry(CacheLife):
         content: Iterable[ContentSpan] = (),
     ) -> list[bytes]:
         """The keys of the whole pages of a prompt; see `kvferry.index.page_keys`."""
-        namespace = self._namespace(lora, salt)
-        return page_keys(namespace, tokens, self.geometry.page_size, content=content)
+        return self._keys(Prompt(tokens, lora, salt, content))
 
     def match(
         self,
@@ -187,7 +205,7 @@ class KVFerry(CacheLife):
             content: Images and the like in the prompt.
         """
         self.poll()
-        return self._manager.match(self.keys(tokens, lora=lora, salt=salt, content=content))
+        return self._manager.match(self._keys(Prompt(tokens, lora, salt, content)))
 
     def load(
         self,
@@ -266,11 +284,11 @@ class KVFerry(CacheLife):
             priority: For the eviction policy of that name.
             device_run, stream: As for `load`.
         """
-        return self._offer(
-            tokens, device_slots, plane_slots, valid_tokens, has_state=has_state, lora=lora,
-            salt=salt, content=content, priority=priority, device_run=device_run, stream=stream,
-            evicting=False,
+        offer = Offer(
+            device_slots=device_slots, plane_slots=plane_slots, valid_tokens=valid_tokens,
+            has_state=has_state, priority=priority, device_run=device_run, stream=stream,
         )  # fmt: skip
+        return self._offer(Prompt(tokens, lora, salt, content), offer, evicting=False)
 
     def evicting(
         self,
@@ -293,44 +311,25 @@ class KVFerry(CacheLife):
         until it is `done`; on a GPU, a stream that did its `wait_all` may write them before. Where
         the host has no room the pages are lost, and `reason` says so.
         """
-        return self._offer(
-            tokens, device_slots, plane_slots, valid_tokens, has_state=has_state, lora=lora,
-            salt=salt, content=content, priority=priority, device_run=device_run, stream=stream,
-            evicting=True,
+        offer = Offer(
+            device_slots=device_slots, plane_slots=plane_slots, valid_tokens=valid_tokens,
+            has_state=has_state, priority=priority, device_run=device_run, stream=stream,
         )  # fmt: skip
+        return self._offer(Prompt(tokens, lora, salt, content), offer, evicting=True)
 
-    def _offer(
-        self,
-        tokens: Any,
-        device_slots: Any,
-        plane_slots: Mapping[str, Any] | None,
-        valid_tokens: int | None,
-        *,
-        has_state: bool,
-        lora: str | None,
-        salt: str | None,
-        content: Iterable[ContentSpan],
-        priority: int,
-        device_run: int,
-        stream: int | None,
-        evicting: bool,
-    ) -> StoreHandle:
+    def _offer(self, prompt: Prompt, offer: Offer, *, evicting: bool) -> StoreHandle:
         self.poll()
-        size = self.geometry.page_size
-        valid = len(tokens)
-        if valid_tokens is not None:
-            valid = check_whole("valid_tokens", valid_tokens, valid)
-        keys = self.keys(tokens[:valid], lora=lora, salt=salt, content=content)
-        at_boundary = has_state and bool(keys) and valid == len(keys) * size
+        filled = offer.filled(prompt)
+        keys = self._keys(filled)
+        is_whole = len(keys) * self.geometry.page_size == filled.num_tokens
+        at_boundary = offer.has_state and bool(keys) and is_whole
         handle = self._manager.store(
             keys,
-            DeviceSlots(
-                self.geometry, device_slots, plane_slots, device_run=device_run, stream=stream
-            ),
+            offer.rows(self.geometry),
             evicting=evicting,
             state_page=len(keys) - 1 if at_boundary else None,
-            priority=priority,
-            stream=stream,
+            priority=offer.priority,
+            stream=offer.stream,
         )
         self.poll()
         return handle
@@ -348,7 +347,7 @@ class KVFerry(CacheLife):
         Ask `FetchHandle.look` before the request is scheduled; `cancel` when it is aborted.
         """
         self.poll()
-        return self._manager.prefetch(self.keys(tokens, lora=lora, salt=salt, content=content))
+        return self._manager.prefetch(self._keys(Prompt(tokens, lora, salt, content)))
 
     def explain(
         self,
@@ -366,13 +365,14 @@ class KVFerry(CacheLife):
             storage_timeout: Ask storage itself, and wait so many seconds for its answer; 0: tell
                 what is known of it.
         """
+        check_seconds("storage_timeout", storage_timeout)
         self.poll()
-        keys = self.keys(tokens, lora=lora, salt=salt, content=content)
+        prompt = Prompt(tokens, lora, salt, content)
         return explain(
             self._manager,
-            self._namespace(lora, salt),
-            keys,
-            len(tokens),
+            prompt.namespace(self.namespace),
+            self._keys(prompt),
+            prompt.num_tokens,
             self.geometry.page_size,
             storage_timeout,
         )
@@ -381,8 +381,5 @@ class KVFerry(CacheLife):
         slots = {str(kind): pool.num_slots for kind, pool in self._pools.items()}
         return f"KVFerry(slots={slots}, storage={self._manager.storage_state})"
 
-    def _namespace(self, lora: str | None, salt: str | None) -> Namespace:
-        changes = {
-            name: value for name, value in (("lora", lora), ("salt", salt)) if value is not None
-        }
-        return dataclasses.replace(self.namespace, **changes) if changes else self.namespace
+    def _keys(self, prompt: Prompt) -> list[bytes]:
+        return prompt.keys(self.namespace, self.geometry.page_size)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from kvferry.cache.reports import CloseReport, FlushReport
 from kvferry.errors import BackendInterfaceError, ConfigError, PoolInUseError, StorageError
 from kvferry.storage import check_backend, open_backend, try_backend
-from kvferry.tiers import LinkState
+from kvferry.tiers import LinkState, check_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,6 +60,7 @@ class CacheLife:
 
     def wait(self, timeout: float) -> int:
         """`poll`, but block up to `timeout` seconds until there is something to take note of."""
+        check_seconds("timeout", timeout)
         taken = self.poll()
         if not taken and self._data.wait(timeout):
             taken = self.poll()
@@ -131,7 +132,7 @@ class CacheLife:
         Returns:
             Whether storage is gone.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + check_seconds("timeout", timeout)
         while not self._manager.detach_storage():
             left = deadline - time.monotonic()
             if left <= 0:
@@ -145,7 +146,7 @@ class CacheLife:
         The report says whether storage has whole chains afterwards: pages that never left the
         device are not on the host, and cannot be written.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + check_seconds("timeout", timeout)
         num_left, is_told = 0, False
         for _ in range(2):  # again what storage dropped meanwhile, to make room for others
             num_left = self._write_all(deadline)
@@ -208,7 +209,7 @@ class CacheLife:
             timeout: Seconds to wait for what is in flight. Memory that is still written to after
                 that is kept, and told.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + check_seconds("timeout", timeout)
         self._manager.close()
         self._manager.detach_storage()
         while self._manager.num_jobs and (left := deadline - time.monotonic()) > 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from kvferry.config import Config
 from kvferry.kernels.jit import process_loader
@@ -14,12 +14,21 @@ from kvferry.types import SlotKind
 
 if TYPE_CHECKING:
     from kvferry.geometry import Geometry, PoolView
+    from kvferry.memory import MemoryReading
 
 __all__ = ["backend_options", "make_engine", "make_pools", "resolved_config", "tier_options"]
 
 
 _HUGE_PAGES: Mapping[str, HugePages] = {"off": "never", "auto": "auto", "required": "always"}
 _NUMA_NODE: Mapping[str, Literal["auto"] | None] = {"off": None, "auto": "auto"}
+
+
+class _Budget(TypedDict):
+    """How the memory of a pool is judged."""
+
+    reserve_bytes: int | None
+    reading: MemoryReading | None
+    processes: int
 
 
 def resolved_config(config: Config | None, overrides: Mapping[str, Mapping[str, Any]]) -> Config:
@@ -46,23 +55,43 @@ def backend_options(config: Config) -> dict[str, Any]:
 
 
 def make_pools(
-    geometry: Geometry, device_pool: PoolView, config: Config, *, shared: bool = False
+    geometry: Geometry,
+    device_pool: PoolView,
+    config: Config,
+    *,
+    shared: bool = False,
+    ranks_here: int = 1,
+    reading: MemoryReading | None = None,
 ) -> dict[SlotKind, HostPool]:
     """All pools together take no more than the configured size; `shared` as for `HostPool`.
+
+    Args:
+        geometry: The planes.
+        device_pool: Where the engine keeps them.
+        config: All settings.
+        shared: Other processes map the pools.
+        ranks_here: How many ranks of this machine make such pools, where the config does not say.
+        reading: The memory there was before any of them did; None: it is read now.
 
     Raises as `HostPool`; NoDeviceError and the like, where the GPU is to be asked where it is.
     """
     host = config.host
     bus_id = None if host.numa == "off" else bus_id_of(device_pool.device)
+    # Who shares is judged by what all of them saw: later readings lack what others took meanwhile.
+    budget: _Budget = {
+        "reserve_bytes": host.reserve_bytes,
+        "reading": reading,
+        "processes": host.processes or ranks_here,
+    }
     sizes = split_budget(
         geometry,
         num_bytes=host.num_bytes,
         device_bytes=device_pool_bytes(device_pool) if host.num_bytes is None else None,
         ratio=host.device_ratio,
         state_fraction=host.state_fraction,
-        reserve_bytes=host.reserve_bytes,
         locked=host.locked,
         huge_pages=_HUGE_PAGES[host.huge_pages],
+        **budget,
     )
     return {
         kind: HostPool(
@@ -75,7 +104,7 @@ def make_pools(
             numa_node=None if bus_id is None else _NUMA_NODE[host.numa],
             device_bus_id=bus_id,
             shared=shared,
-            reserve_bytes=host.reserve_bytes,
+            **budget,
         )
         for kind in SlotKind
         if geometry.spans(kind)
@@ -140,6 +169,7 @@ def tier_options(
         timeout_secs_per_1024_tokens=prefetch.timeout_secs_per_1024_tokens,
         prefetch_max_secs=prefetch.max_secs,
         prefetch_budget_pages=prefetch.budget(num_slots),
+        max_storage_hints=storage.max_hints,
         batch_pages=storage.batch_pages,
         max_batches=2 * storage.workers,
         breaker_failures=storage.breaker_failures,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.cli.geometry_options import add_geometry_options, read_geometry
 from kvferry.cli.json_text import json_text
+from kvferry.cli.whole_number import whole_number
 from kvferry.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,8 +48,15 @@ def add_parser(
         default=[],
         metavar="NAME",
         help="which page leaves the host first (lru, lfu, slru, fifo, mru, priority), or when "
-        "pages go to storage (write_through, write_through_selective, write_back); may be "
+        "pages go to the host (write_through, write_through_selective, write_back); may be "
         "given once for each (lru, write_through)",
+    )
+    parser.add_argument(
+        "--selective-hits",
+        type=whole_number,
+        metavar="N",
+        help="requests that make write_through_selective store a page (store.selective_hits of the "
+        "config)",
     )
     parser.add_argument("--plot", metavar="FILE", help="write a picture of the hits as SVG")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -73,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
         storage_pages=_pages("--storage-bytes", args.storage_bytes, slot_bytes, least=0),
         eviction=eviction,
         store=store,
+        selective_hits=_selective_hits(args.selective_hits),
     )
     result = replay.run(read_trace(args.trace))
     if args.plot:
@@ -100,6 +109,14 @@ def _pages(name: str, text: str | None, slot_bytes: int, *, least: int) -> int |
     return num_bytes // slot_bytes
 
 
+def _selective_hits(given: int | None) -> int:
+    from kvferry.config import Config
+
+    if given is None:
+        return Config.resolve().config.store.selective_hits
+    return Config.resolve(store={"selective_hits": given}).config.store.selective_hits
+
+
 def _policies(given: list[str]) -> tuple[EvictionPolicyName, str]:
     from kvferry.index import EvictionPolicyName
     from kvferry.tiers import StorePolicy
@@ -122,7 +139,7 @@ def _policies(given: list[str]) -> tuple[EvictionPolicyName, str]:
 def _tell(result: ReplayResult) -> None:
     print(f"requests   {result.requests:,}, {result.pages:,} pages of {result.page_size} tokens")
     print(f"a page     {result.page_bytes:,} bytes")
-    print(f"policies   {result.eviction} on the host; {result.store} to storage")
+    print(f"policies   {result.eviction} on the host; {result.store} to it")
     infinite = f"{result.hit_ratio_infinite:.4f} if nothing were dropped"
     print(f"hit ratio  {result.hit_ratio:.4f}; {infinite}")
     print()

@@ -25,8 +25,6 @@ examples:
   kvferry storage verify /var/cache/kv --quarantine
   kvferry storage prune /var/cache/kv --max-bytes 200G --unused-days 7 --dry-run
 """
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
-          "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}  # fmt: skip
 _MOST_DAYS = 1_000_000
 _DAY_NS = 86_400 * 10**9
 
@@ -142,12 +140,14 @@ def _verify(args: argparse.Namespace, inspector: StorageInspector) -> int:
 
 
 def _prune(args: argparse.Namespace, inspector: StorageInspector) -> int:
+    from kvferry.config import size_of
+
     before = None
     if args.unused_days is not None:
         if not 0 <= args.unused_days <= _MOST_DAYS:
             raise ConfigError(f"--unused-days {args.unused_days}: give 0 to {_MOST_DAYS}")
         before = time.time_ns() - int(args.unused_days * _DAY_NS)
-    max_bytes = None if args.max_bytes is None else _size(args.max_bytes)
+    max_bytes = None if args.max_bytes is None else size_of("--max-bytes", args.max_bytes)
     pruned = inspector.prune(max_bytes=max_bytes, used_before_ns=before, dry_run=args.dry_run)
     told = {
         "dry_run": args.dry_run,
@@ -175,19 +175,3 @@ def _print(args: argparse.Namespace, told: dict[str, Any]) -> int:
 def _when(file: KnownFile) -> str:
     used = datetime.datetime.fromtimestamp(file.used_ns / 1e9, tz=datetime.UTC)
     return used.strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _size(text: str) -> int:
-    number = text.rstrip("KMGTkmgtiIbB")
-    unit = text[len(number) :].upper().removesuffix("B")
-    try:
-        if unit not in _UNITS:
-            raise ValueError(unit)
-        value = float(number)
-        if not 0 <= value < float("inf"):
-            raise ValueError(number)
-    except ValueError:
-        raise ConfigError(
-            f"--max-bytes {text}: give a number of bytes, or one with K, M, G, T, Ki, Mi, Gi or Ti"
-        ) from None
-    return int(value * _UNITS[unit])

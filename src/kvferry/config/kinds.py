@@ -47,9 +47,10 @@ _INTEGER = re.compile(r"[+-]?\d+(_\d+)*", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[A-Za-z]+)", re.ASCII)
 _UNITS = {"b": 1} | {
-    f"{letter}{binary}b": (1024 if binary else 1000) ** power
+    f"{letter}{binary}{byte}": (1024 if binary else 1000) ** power
     for power, letter in enumerate("kmgt", start=1)
     for binary in ("", "i")
+    for byte in ("", "b")
 }
 _BACKEND = re.compile(r"[a-z][a-z0-9_]*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
@@ -286,7 +287,7 @@ def _bytes_of(text: str) -> int:
     found = _SIZE.fullmatch(text)
     factor = _UNITS.get(found["unit"].lower()) if found else None
     if not found or factor is None:
-        raise ValueError("a unit is B, KB, MB, GB, TB, KiB, MiB, GiB or TiB")
+        raise ValueError("a unit is B, K, M, G, T, Ki, Mi, Gi or Ti, with or without a B behind it")
     num_bytes = fractions.Fraction(found["number"]) * factor
     if num_bytes.denominator != 1:
         raise ValueError("that is no whole number of bytes")

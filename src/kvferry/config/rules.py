@@ -43,6 +43,23 @@ def _files_have_a_folder(config: Config) -> BrokenRule | None:
     )
 
 
+def _options_repeat_no_setting(config: Config) -> BrokenRule | None:
+    storage = config.storage
+    twice = [
+        name
+        for name in ("path", "capacity_bytes")
+        if name in storage.options and getattr(storage, name) is not None
+    ]
+    if not twice:
+        return None
+    both = " and ".join(f"storage.{name} = {getattr(storage, name)}" for name in twice)
+    return BrokenRule(
+        f"storage.options says {', '.join(twice)} too, beside {both}, and the backend takes one: "
+        f"leave it out of storage.options",
+        ("storage.options", *(f"storage.{name}" for name in twice)),
+    )
+
+
 def _deadlines_are_in_order(config: Config) -> BrokenRule | None:
     prefetch = config.prefetch
     if prefetch.timeout_base_secs <= prefetch.max_secs:
@@ -55,7 +72,12 @@ def _deadlines_are_in_order(config: Config) -> BrokenRule | None:
     )
 
 
-RULES: tuple[Rule, ...] = (_storage_has_a_backend, _files_have_a_folder, _deadlines_are_in_order)
+RULES: tuple[Rule, ...] = (
+    _storage_has_a_backend,
+    _files_have_a_folder,
+    _options_repeat_no_setting,
+    _deadlines_are_in_order,
+)
 
 
 def broken_rules(config: Config) -> list[BrokenRule]:

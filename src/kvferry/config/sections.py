@@ -87,6 +87,14 @@ class HostConfig(Section):
             "cgroup has, at most 4 GiB",
         ),
     ] = None
+    processes: Annotated[
+        int | None,
+        Setting(
+            OrNone(Count(1, 65_536)),
+            "processes of this machine that make such a host tier; each may have its share of what "
+            "is free. none: as many as `ranks` says are here, and 1 without ranks",
+        ),
+    ] = None
     eviction_policy: Annotated[
         Literal["lru", "lfu", "slru", "fifo", "mru", "priority"],
         Setting(
@@ -207,6 +215,14 @@ class StorageConfig(Section):
         Options,
         Setting(OptionMapping(), "what else the backend is opened with, for it to check"),
     ] = Options()  # noqa: RUF009  it cannot be changed
+    max_hints: Annotated[
+        int,
+        Setting(
+            Count(1, 1 << 26),
+            "pages, and checkpoints, that storage is remembered to have, some 250 bytes each; "
+            "never fewer than twice the host's slots",
+        ),
+    ] = 1 << 20
     workers: Annotated[int, Setting(Count(1, 256), "threads that read and write storage")] = 4
     batch_pages: Annotated[
         int, Setting(Count(1, 65_536), "pages of one call to the backend, at most")

@@ -22,14 +22,18 @@ from kvferry.kernels.native import (
     NativeView,
     native_digest,
     native_library,
+    submit_direct,
     submit_staged,
 )
 from kvferry.kernels.span_decision import decide_span, no_kernel, refused_paths
-from kvferry.kernels.staged_call import (
+from kvferry.kernels.submit_call import (
+    DRIVER_FUNCTIONS,
     BandArgs,
     ChunkArgs,
+    DirectArgs,
     GroupArgs,
     LaunchArgs,
+    LaunchesArgs,
     PieceArgs,
     RingArgs,
     RoomArgs,
@@ -48,6 +52,7 @@ from kvferry.kernels.transfer_args import (
 )
 
 __all__ = [
+    "DRIVER_FUNCTIONS",
     "MAX_ROWS",
     "NO_DIGEST",
     "NO_FAULT",
@@ -57,11 +62,13 @@ __all__ = [
     "ChunkArgs",
     "CopyDecision",
     "CopyPath",
+    "DirectArgs",
     "FlatAnswer",
     "GroupArgs",
     "GroupedAnswer",
     "GroupedConfig",
     "LaunchArgs",
+    "LaunchesArgs",
     "MoveKernels",
     "NativeMove",
     "NativeView",
@@ -92,5 +99,6 @@ __all__ = [
     "resolve_grouped",
     "span_args",
     "span_seeds",
+    "submit_direct",
     "submit_staged",
 ]

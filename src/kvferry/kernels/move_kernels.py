@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.kernels.copy_config import CopyPath, GroupedConfig
 from kvferry.kernels.jit import KernelLoader, KernelSource, Module, PreparedLaunch
-from kvferry.kernels.staged_call import LaunchArgs
+from kvferry.kernels.submit_call import LaunchArgs
 from kvferry.kernels.transfer_args import SpanArgs, TransferArgs
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class MoveKernels:
     def __init__(self, loader: KernelLoader, device: int) -> None:
         self._loader = loader
         self._device = device
-        self._launches: dict[tuple[str, bool], PreparedLaunch] = {}
+        self._launches: dict[tuple[str, bool, bool], PreparedLaunch] = {}
         self.transfer = TransferArgs()
 
     def load(self, *paths: CopyPath, relayout: bool = False) -> None:
@@ -115,15 +115,20 @@ class MoveKernels:
         self, num_blocks: int, stream: Any, *, digest_only: bool = False, relayout: bool = False
     ) -> None:
         """Move the spans of `transfer` through shared memory, or only add up their digests."""
-        prepared = self._prepared(CopyPath.REALIGN.value, relayout)
-        prepared.parameters.digest_only = digest_only
-        self._launch(CopyPath.REALIGN.value, num_blocks, stream, relayout)
+        self._launch(CopyPath.REALIGN.value, num_blocks, stream, relayout, digest_only)
 
-    def relayout(
-        self, path: CopyPath, num_blocks: int, *, first_span: int, num_spans: int, page_work: int
+    def launch_args(
+        self,
+        path: CopyPath,
+        num_blocks: int,
+        *,
+        relayout: bool,
+        first_span: int,
+        num_spans: int,
+        page_work: int,
     ) -> LaunchArgs:
         """What compiled code is told to launch flat or realign as `flat` and `realign` do here."""
-        prepared = self._prepared(path.value, relayout=True)
+        prepared = self._prepared(path.value, relayout)
         return LaunchArgs(
             function=prepared.function_address,
             parameters=prepared.parameters_address,
@@ -136,10 +141,12 @@ class MoveKernels:
             depth=_FLAT_DEPTH if path is CopyPath.FLAT else 1,
         )
 
-    def refused(self, function: int, num_blocks: int, status: Any) -> DriverError:
-        """What to raise where compiled code could not launch `function`, of `relayout`."""
-        prepared = next(one for one in self._launches.values() if one.function_address == function)
-        prepared.resize((_possible(num_blocks), 1, 1))
+    def refused(self, launch: LaunchArgs, status: Any) -> DriverError:
+        """What to raise where compiled code could not carry out `launch`, of `launch_args`."""
+        prepared = next(
+            one for one in self._launches.values() if one.function_address == launch.function
+        )
+        prepared.resize((launch.blocks, 1, 1))
         return prepared.refused(status)
 
     def grouped(self, config: GroupedConfig, num_blocks: int, stream: Any) -> None:
@@ -154,13 +161,22 @@ class MoveKernels:
         """Turn the sums of all spans of `transfer` into digests: write them or compare."""
         self._launch("finish", -(-num_digests // _FINISH_THREADS), stream)
 
-    def _launch(self, name: str, num_blocks: int, stream: Any, relayout: bool = False) -> None:
-        prepared = self._prepared(name, relayout)
+    def _launch(
+        self,
+        name: str,
+        num_blocks: int,
+        stream: Any,
+        relayout: bool = False,
+        digest_only: bool = False,
+    ) -> None:
+        prepared = self._prepared(name, relayout, digest_only)
         prepared.resize((_possible(num_blocks), 1, 1))
         prepared.launch(stream)
 
-    def _prepared(self, name: str, relayout: bool = False) -> PreparedLaunch:
-        found = self._launches.get((name, relayout))
+    def _prepared(
+        self, name: str, relayout: bool = False, digest_only: bool = False
+    ) -> PreparedLaunch:
+        found = self._launches.get((name, relayout, digest_only))
         if found is not None:
             return found
         function = self._module(name, relayout).function(f"kvferry_{name}")
@@ -175,7 +191,9 @@ class MoveKernels:
             shared_bytes=shared,
             first=self.transfer,
         )
-        self._launches[name, relayout] = prepared
+        if digest_only:
+            prepared.parameters.digest_only = 1
+        self._launches[name, relayout, digest_only] = prepared
         return prepared
 
     def _module(self, name: str, relayout: bool) -> Module:

@@ -12,9 +12,16 @@ import importlib.machinery
 import pathlib
 
 from kvferry.errors import ConfigError
-from kvferry.kernels.staged_call import StagedArgs
+from kvferry.kernels.submit_call import DirectArgs, StagedArgs
 
-__all__ = ["NativeMove", "NativeView", "native_digest", "native_library", "submit_staged"]
+__all__ = [
+    "NativeMove",
+    "NativeView",
+    "native_digest",
+    "native_library",
+    "submit_direct",
+    "submit_staged",
+]
 
 _STEM = "_host_move"
 
@@ -56,6 +63,7 @@ class NativeMove(ctypes.Structure):
 # As the functions of these names have it: a version, and the size of what is handed over.
 _ABI = {
     "kvferry_host_abi": 1 << 32 | ctypes.sizeof(NativeMove),
+    "kvferry_direct_abi": 1 << 32 | ctypes.sizeof(DirectArgs),
     "kvferry_staged_abi": 1 << 32 | ctypes.sizeof(StagedArgs),
 }
 
@@ -98,6 +106,8 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.kvferry_digest.restype = ctypes.c_uint64
     library.kvferry_submit_staged.argtypes = (ctypes.POINTER(StagedArgs),)
     library.kvferry_submit_staged.restype = ctypes.c_int
+    library.kvferry_submit_direct.argtypes = (ctypes.POINTER(DirectArgs),)
+    library.kvferry_submit_direct.restype = ctypes.c_int
     return library
 
 
@@ -106,8 +116,18 @@ def native_digest(library: ctypes.CDLL, address: int, num_bytes: int, seed: int)
     return int(library.kvferry_digest(address, num_bytes, seed))
 
 
+def submit_direct(library: ctypes.CDLL, told: DirectArgs) -> int:
+    """Put a direct transfer into its stream. The context must be current.
+
+    Returns:
+        What the driver said, 0 where all of it is in the stream; else ``step`` tells where it
+        ended.
+    """
+    return int(library.kvferry_submit_direct(ctypes.byref(told)))
+
+
 def submit_staged(library: ctypes.CDLL, told: StagedArgs) -> int:
-    """Put a transfer into its streams. The context must be current.
+    """Put a staged transfer into its streams. The context must be current.
 
     Returns:
         What the driver said, 0 where all of it is in the streams; else ``step`` tells where it

@@ -3,6 +3,7 @@
 Importing this does not load prometheus-client; making a `Metrics` does.
 """
 
+from kvferry.metrics.guard import Listeners
 from kvferry.metrics.link_meter import LinkMeter, LinkReading
 from kvferry.metrics.prometheus import Metrics
 from kvferry.metrics.quantities import QUANTITIES, Quantity, QuantityKind
@@ -12,6 +13,7 @@ __all__ = [
     "QUANTITIES",
     "LinkMeter",
     "LinkReading",
+    "Listeners",
     "Metrics",
     "MetricsSink",
     "NullMetrics",

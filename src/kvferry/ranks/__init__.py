@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kvferry.ranks.agreement import AgreedRanks
 from kvferry.ranks.base import Collective, Ranks
+from kvferry.ranks.machine import ranks_on_machine
 from kvferry.ranks.process_group import GroupCollective, ProcessGroupRanks
 from kvferry.ranks.single import SingleRank
 from kvferry.ranks.threads import ThreadRanks
@@ -20,4 +21,5 @@ __all__ = [
     "Ranks",
     "SingleRank",
     "ThreadRanks",
+    "ranks_on_machine",
 ]

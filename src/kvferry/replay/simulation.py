@@ -1,9 +1,11 @@
 """A cache without bytes: the real prefix index and slot bookkeeping, fed with a trace.
 
 There is no device tier here: what a request finds is what host memory and storage have of its
-prompt, as after every request the engine's own memory might be needed for others. Pages go to the
-host when a request has computed them, and to storage as the store policy says. Storage drops the
-page that was used least recently when it is full.
+prompt, as after every request the engine's own memory might be needed for others. The store policy
+says which pages go to the host, and when: of those that a request has computed. With `write_back`
+that is when they leave the engine's memory, which here is at once. From the host pages are written
+to storage as soon as they are there, under every policy. Storage drops the page that was used least
+recently when it is full.
 """
 
 from __future__ import annotations
@@ -18,13 +20,12 @@ from kvferry.errors import ConfigError, PrefixIndexError, TraceError
 from kvferry.index import EvictionPolicyName, PrefixIndex
 from kvferry.memory import SlotOwner, SlotOwners
 from kvferry.replay.trace import BLOCK_TOKENS, TracedRequest
-from kvferry.tiers import StorePolicy
+from kvferry.tiers import HitCounter, StorePolicy
 from kvferry.types import Tier
 
 __all__ = ["Replay", "ReplayResult", "Share", "TierResult"]
 
 _PARTS = 40
-_SELECTIVE_HITS = 2
 
 
 @dataclasses.dataclass
@@ -127,8 +128,8 @@ class Replay:
         host_pages: Pages that the host holds; None: all.
         storage_pages: Pages that storage holds, 0 for none; None: all.
         eviction: Which page leaves the host first.
-        store: When pages go to storage: `write_through`, `write_through_selective` (to the host,
-            too, at the second request that has them) or `write_back` (when they leave the host).
+        store: When pages go to the host, as in the cache; see `StorePolicy`.
+        selective_hits: Requests that make `write_through_selective` store a page.
 
     Raises:
         ConfigError: One of these cannot be.
@@ -143,6 +144,7 @@ class Replay:
         storage_pages: int | None,
         eviction: EvictionPolicyName = EvictionPolicyName.LRU,
         store: str = StorePolicy.WRITE_THROUGH,
+        selective_hits: int = 2,
     ) -> None:
         if page_size < 1 or BLOCK_TOKENS % page_size:
             raise ConfigError(
@@ -151,12 +153,15 @@ class Replay:
             )
         if store not in set(StorePolicy):
             raise ConfigError(f"store={store!r} is none of {', '.join(StorePolicy)}")
+        if selective_hits < 1:
+            raise ConfigError(f"selective_hits={selective_hits}; give 1 or more")
         for name, pages in (("host_pages", host_pages), ("storage_pages", storage_pages)):
             if pages is not None and pages < 0:
                 raise ConfigError(f"{name}={pages}; give 0 or more, or None for no limit")
         self._parts_of_block = BLOCK_TOKENS // page_size
         self._index = PrefixIndex(policy=eviction)
-        self._store = StorePolicy(store)
+        self._needed_hits = selective_hits if store == StorePolicy.WRITE_THROUGH_SELECTIVE else 0
+        self._hits = HitCounter()  # the cache's own, which forgets in the end
         self._result = ReplayResult(
             page_size,
             page_bytes,
@@ -232,18 +237,13 @@ class Replay:
                 self._stored.move_to_end(index.key_of(node))
         # What storage had comes back first: it is in front.
         result.prefetched_pages += self._place(absent)
-        self._place(self._admitted(chain[len(held) :]))
+        offered = len(keys)
+        if self._needed_hits:
+            offered = self._hits.count(keys, self._needed_hits)
+        computed = chain[len(held) : offered]
+        self._place([node for node in computed if index.host_slot(node) < 0])
         index.unpin(chain)
-        # The selective one counts requests for pages that nobody has.
-        if self._store != StorePolicy.WRITE_THROUGH_SELECTIVE:
-            index.forget(chain[::-1])
-
-    def _admitted(self, nodes: Sequence[int]) -> list[int]:
-        """Those of the pages that were computed which go to the host."""
-        new = [node for node in nodes if self._index.host_slot(node) < 0]
-        if self._store == StorePolicy.WRITE_THROUGH_SELECTIVE:
-            new = [node for node in new if self._index.hits_of(node) >= _SELECTIVE_HITS]
-        return new
+        index.forget(chain[::-1])
 
     def _place(self, nodes: Sequence[int]) -> int:
         """Give pages a slot each, evicting others; how many, as there may be too few slots."""
@@ -260,18 +260,14 @@ class Replay:
         assert runs is not None  # noqa: S101  as many are free
         index.set_host(placed, [slot for run in runs for slot in run.slots])
         told.stored_pages += len(placed)
-        if self._store != StorePolicy.WRITE_BACK:
-            self._back_up(placed)
+        self._back_up(placed)
         return len(placed)
 
     def _evict(self, num_pages: int) -> int:
         victims = self._index.evict_host(num_pages)
-        if self._store == StorePolicy.WRITE_BACK:
-            self._back_up(victims)
         self._slots.free(self._index.clear_host(victims), SlotOwner.INDEX)
         self._result.host.evicted_pages += len(victims)
-        if self._store != StorePolicy.WRITE_THROUGH_SELECTIVE:
-            self._index.forget(victims)
+        self._index.forget(victims)
         return len(victims)
 
     def _back_up(self, nodes: Sequence[int]) -> None:
@@ -289,5 +285,4 @@ class Replay:
                 _, oldest = self._stored.popitem(last=False)
                 index.set_stored([oldest], False)
                 told.evicted_pages += 1
-                if self._store != StorePolicy.WRITE_THROUGH_SELECTIVE:
-                    index.forget([oldest])
+                index.forget([oldest])

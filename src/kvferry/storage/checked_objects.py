@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -106,6 +107,8 @@ class CheckedObjects:
         self._num_digests = num_digests
         self._rooms = HeaderRooms(header_bytes(MAX_KEY_BYTES, self._num_digests))
         self._missing = MissingKeys(missing_secs, clock)
+        # Of objects of other versions: a backend that has a key already may keep what it has.
+        self._outdated = MissingKeys(math.inf, clock)
         self._lock = threading.Lock()
         self._counts: collections.Counter[str] = collections.Counter()
 
@@ -165,6 +168,11 @@ class CheckedObjects:
         good = [number for number, result in enumerate(results) if not result.reason]
         if not good:
             return results
+        wanted = [keys[number] for number in good]
+        asked = self._outdated.unknown(wanted)
+        outdated = [key for key, is_ours in zip(wanted, asked, strict=True) if not is_ours]
+        if outdated:
+            self._remove(self._backend.delete, outdated)
         room = self._rooms.take(len(keys))
         for number in good:
             packed = ObjectHeader(
@@ -186,6 +194,7 @@ class CheckedObjects:
                 stored.append(keys[number])
             results[number] = result
         self._missing.discard(stored)
+        self._outdated.discard(stored)
         self._count(
             failed=sum(result.status is ItemStatus.FAILED for result in results),
             refused=sum(result.status is ItemStatus.REFUSED for result in results),
@@ -222,7 +231,7 @@ class CheckedObjects:
         by_status = collections.Counter(result.status for result in results)
         bad = [keys[number] for number in again if results[number].status is ItemStatus.CORRUPT]
         if bad:
-            self._quarantine(bad)
+            self._remove(self._backend.quarantine, bad)
         gone = [
             key
             for key, result in zip(keys, results, strict=True)
@@ -275,6 +284,7 @@ class CheckedObjects:
         header = parse_header(data)
         if isinstance(header, HeaderProblem):
             if header.fault is HeaderFault.FOREIGN:
+                self._outdated.add([key])
                 return self._foreign(header.reason)
             return _corrupt(header.reason)
         if header.key != key:
@@ -329,9 +339,9 @@ class CheckedObjects:
         return [_failed(f"the backend said {was!r}") if one is None else one
                 for one, was in zip(results, found, strict=True)]  # fmt: skip
 
-    def _quarantine(self, keys: Sequence[bytes]) -> None:
+    def _remove(self, method: Callable[[Sequence[bytes]], Any], keys: Sequence[bytes]) -> None:
         try:
-            self._backend.quarantine(keys)
+            method(keys)
         except Exception:  # noqa: BLE001  as above; the keys are taken for absent in any case
             self._count(backend_faults=1)
 

@@ -23,11 +23,19 @@ from kvferry.tiers.commands import (
 )
 from kvferry.tiers.data_plane import DataPlane, RunningTransfer
 from kvferry.tiers.fetch import FetchHandle
-from kvferry.tiers.handles import EvictHandle, FetchResult, LoadHandle, Match, StoreHandle
+from kvferry.tiers.handles import (
+    EvictHandle,
+    FetchResult,
+    LoadHandle,
+    Match,
+    ProbeHandle,
+    StoreHandle,
+)
 from kvferry.tiers.host_tier import HostTier, SlotPool
 from kvferry.tiers.link import LinkState
 from kvferry.tiers.manager import TierManager
 from kvferry.tiers.policy import (
+    HitCounter,
     PrefetchPolicy,
     Reason,
     StorePolicy,
@@ -39,8 +47,8 @@ from kvferry.tiers.rows import DeviceSlots, check_whole
 from kvferry.tiers.split import CommandQueue
 from kvferry.tiers.state import TRANSITIONS, Actor, PageState, SlotLedger
 from kvferry.tiers.stats import TierStats
-from kvferry.tiers.storage_desk import ProbeHandle
 from kvferry.tiers.storage_workers import storage_key
+from kvferry.tiers.waits import check_seconds
 
 __all__ = [
     "TRANSITIONS",
@@ -59,6 +67,7 @@ __all__ = [
     "FetchHandle",
     "FetchResult",
     "Found",
+    "HitCounter",
     "HostTier",
     "LinkState",
     "LoadHandle",
@@ -87,6 +96,7 @@ __all__ = [
     "Verify",
     "WorkerFault",
     "WritePages",
+    "check_seconds",
     "check_whole",
     "storage_key",
 ]

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvferry.ranks import Ranks
-    from kvferry.tiers.handles import LoadHandle
     from kvferry.tiers.restore import RestoreRule
+    from kvferry.tiers.work import LoadWork
 
 __all__ = ["Agreement"]
 
@@ -34,9 +34,9 @@ class Agreement:
         return self._ranks.agree_min([count], timeout=seconds)[0]
 
     def loaded(
-        self, load: LoadHandle, rule: RestoreRule, page_size: int, timeout: float | None = None
+        self, load: LoadWork, rule: RestoreRule, page_size: int, timeout: float | None = None
     ) -> int:
-        """How many tokens every rank can use of a load: `LoadHandle.skip_tokens` at least.
+        """How many tokens every rank can use of a load: `skip_tokens` at least.
 
         Where planes are windows or states the smallest number of all ranks will not do: a rank that
         loaded more has the windows, or the state, of another prefix.

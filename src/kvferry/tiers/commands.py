@@ -98,7 +98,11 @@ class WritePages:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Quarantine:
-    """Take pages out of storage that hold wrong bytes."""
+    """Look at pages of storage whose copies had wrong bytes: those that have them too go.
+
+    Of the answer OK is a page that is whole, and stays; CORRUPT one that was put away; MISS one
+    that is not there; FAILED one that could not be read, and stays.
+    """
 
     job: int
     generation: int

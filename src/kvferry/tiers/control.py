@@ -11,6 +11,7 @@ from kvferry.events import (
     PagesStored,
     chains_of,
 )
+from kvferry.metrics import Listeners
 from kvferry.tiers.device_link import DeviceLink
 from kvferry.tiers.hints import StorageHints
 from kvferry.types import SlotKind, Tier
@@ -66,7 +67,8 @@ class Control:
         self.link = link
         most_slots = max((tier.num_slots for tier in tiers.values()), default=0)
         self.hints = StorageHints(index, max(options.max_storage_hints, 2 * most_slots))
-        self.metrics = metrics
+        self.listeners = Listeners()
+        self.metrics = metrics = self.listeners.guard(metrics)
         self.events = events
         self.clock = clock
         self.pump = pump

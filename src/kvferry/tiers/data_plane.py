@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -92,6 +93,8 @@ class DataPlane:
         self._running: list[RunningTransfer] = []
         self._ready: list[Completion] = []
         self._from_threads: queue.SimpleQueue[Completion] = queue.SimpleQueue()
+        # Apart from the queue: a wait that is interrupted has taken nothing then.
+        self._came = threading.Event()
         self._attachments: dict[int, StorageWorkers] = {}
 
     @property
@@ -118,7 +121,7 @@ class DataPlane:
             backend,
             self._geometry,
             self._pools,
-            self._from_threads.put,
+            self._take_answer,
             num_threads=num_threads,
             verify=self._verify is not Verify.OFF,
             digests=self._verify is Verify.ALWAYS,
@@ -228,6 +231,7 @@ class DataPlane:
         """What is over since the last time; never blocks."""
         if self._running:
             self._collect()
+        self._came.clear()
         while True:
             try:
                 completion = self._from_threads.get_nowait()
@@ -250,14 +254,12 @@ class DataPlane:
                 running.handle.wait(min(timeout, 0.05) if self._attachments else timeout)
             self._collect()
             return bool(self._ready)
-        try:
-            completion = self._from_threads.get(timeout=max(timeout, 0.0))
-        except queue.Empty:
-            return False
-        if isinstance(completion, StorageDetached):
-            self._attachments.pop(completion.generation, None)
-        self._ready.append(completion)
-        return True
+        return self._came.wait(max(timeout, 0.0))
+
+    def _take_answer(self, completion: Completion) -> None:
+        """On any thread."""
+        self._from_threads.put(completion)
+        self._came.set()
 
     def close(self, timeout: float) -> bool:
         """Stop storage and wait for it, at most `timeout` seconds; whether all of it ended."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.tiers.handles import FetchResult, TierHandle
 from kvferry.tiers.policy import Reason
+from kvferry.tiers.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from kvferry.tiers.handles import Pump
     from kvferry.tiers.prefetch import Prefetch
 
-__all__ = ["FetchHandle", "FetchStage", "PageFetch"]
+__all__ = ["Fetch", "FetchHandle", "FetchStage", "PageFetch"]
 
 
 class FetchStage(enum.StrEnum):
@@ -45,16 +46,11 @@ class PageFetch(enum.IntEnum):
     FAILED = 5
 
 
-class FetchHandle(TierHandle):
-    """Pages on their way from storage to the host.
+class Fetch(Work):
+    """One prefetch, as `Prefetch` keeps it."""
 
-    `look` asks whether the request may go on, by the policy, and ends the prefetch where it says
-    so; `cancel` ends it at once. What is being read then is thrown away when it comes.
-    """
-
-    def __init__(self, pump: Pump, desk: Prefetch, keys: Sequence[bytes], start: int) -> None:
-        super().__init__(pump)
-        self._desk = desk
+    def __init__(self, keys: Sequence[bytes], start: int) -> None:
+        super().__init__()
         self.keys = keys
         """Of all whole pages of the prompt."""
 
@@ -84,24 +80,40 @@ class FetchHandle(TierHandle):
 
         self.leases: list[Lease] = []
         self.num_fetched = 0
+        """How many pages it has brought so far; every one of them is whole."""
+
         self.num_bytes = 0
         self.end = start
         """Pages known to be in storage, from the first on: what is worth waiting for."""
 
+
+class FetchHandle(TierHandle):
+    """Pages on their way from storage to the host.
+
+    `look` asks whether the request may go on, by the policy, and ends the prefetch where it says
+    so; `cancel` ends it at once. What is being read then is thrown away when it comes.
+    """
+
+    _work: Fetch
+
+    def __init__(self, fetch: Fetch, pump: Pump, desk: Prefetch) -> None:
+        super().__init__(fetch, pump)
+        self._desk = desk
+
     @property
     def num_pages(self) -> int:
         """How many pages it has brought so far; every one of them is whole."""
-        return self.num_fetched
+        return self._work.num_fetched
 
     def look(self) -> FetchResult | None:
         """What has come, if the policy says that the request goes on; None: wait some more."""
-        return self._desk.look(self)
+        return self._desk.look(self._work)
 
     def result(self) -> FetchResult:
         """What has come by now; ends nothing."""
-        return self._desk.result(self)
+        return self._desk.result(self._work)
 
     def cancel(self) -> FetchResult:
         """End it now. Safe at any time, and again."""
-        self._desk.stop(self, Reason.CANCELLED)
-        return self._desk.result(self)
+        self._desk.stop(self._work, Reason.CANCELLED)
+        return self._desk.result(self._work)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvferry.tiers.control import Control
-    from kvferry.tiers.fetch import FetchHandle
+    from kvferry.tiers.fetch import Fetch
     from kvferry.tiers.prefetch import Prefetch
 
 __all__ = ["FetchReads"]
@@ -31,7 +31,7 @@ class FetchReads:
         self._control = control
         self._desk = desk
 
-    def advance(self, fetch: FetchHandle) -> None:
+    def advance(self, fetch: Fetch) -> None:
         """Publish what may be, start what can be, and end what is over."""
         self._settle_elsewhere(fetch)
         self._publish(fetch)
@@ -43,7 +43,7 @@ class FetchReads:
             self._desk.stop(fetch, fetch.reason or (Reason.NONE if is_all else Reason.MISSING))
 
     @staticmethod
-    def _is_over(fetch: FetchHandle, hole: int | None) -> bool:
+    def _is_over(fetch: Fetch, hole: int | None) -> bool:
         # What is on its way behind a hole is not waited for.
         before = fetch.pages if hole is None else fetch.pages[:hole]
         if PageFetch.READING in before or PageFetch.ELSEWHERE in before:
@@ -54,7 +54,7 @@ class FetchReads:
             return True
         return PageFetch.WANTED not in before and fetch.state_fetch is PageFetch.HERE
 
-    def _settle_elsewhere(self, fetch: FetchHandle) -> None:
+    def _settle_elsewhere(self, fetch: Fetch) -> None:
         control = self._control
         tier = control.tiers.get(SlotKind.PAGE)
         for position, page in enumerate(fetch.pages):
@@ -66,7 +66,7 @@ class FetchReads:
             elif node is None or not tier.is_filling(node):
                 fetch.pages[position] = PageFetch.WANTED
 
-    def _publish(self, fetch: FetchHandle) -> None:
+    def _publish(self, fetch: Fetch) -> None:
         control = self._control
         whole = []
         for position, page in enumerate(fetch.pages):
@@ -98,7 +98,7 @@ class FetchReads:
         limit = control.options.prefetch_budget_pages or max(1, tier.num_slots // 2)
         return limit - tier.ledger.count(PageState.FETCHING)
 
-    def _start_reads(self, fetch: FetchHandle) -> None:
+    def _start_reads(self, fetch: Fetch) -> None:
         control = self._control
         while self._desk.num_batches < control.options.max_batches:
             if control.link.refusal():
@@ -113,7 +113,7 @@ class FetchReads:
         ):
             self._read_state(fetch)
 
-    def _read_pages(self, fetch: FetchHandle, first: int) -> bool:
+    def _read_pages(self, fetch: Fetch, first: int) -> bool:
         """Start one batch at position `first`; whether to look for the next."""
         control = self._control
         room = min(control.options.batch_pages, self._budget())
@@ -136,7 +136,7 @@ class FetchReads:
             control.index.unpin(nodes)
             control.index.forget(nodes[::-1])
 
-    def _read_nodes(self, fetch: FetchHandle, first: int, nodes: list[int]) -> bool:
+    def _read_nodes(self, fetch: Fetch, first: int, nodes: list[int]) -> bool:
         control = self._control
         tier = control.tiers[SlotKind.PAGE]
         wanted: dict[int, int] = {}
@@ -163,7 +163,7 @@ class FetchReads:
         # Short of room, with pages on their way to storage that will make some: asked again then.
         return len(slots) == len(wanted)
 
-    def _read_state(self, fetch: FetchHandle) -> None:
+    def _read_state(self, fetch: Fetch) -> None:
         control, tier = self._control, self._control.tiers[SlotKind.STATE]
         page = fetch.state_page
         if page is None:

@@ -8,13 +8,14 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from kvferry.errors import CacheError, TransferTimeoutError
-from kvferry.tiers.policy import Reason
+from kvferry.tiers.rows import check_whole
+from kvferry.tiers.waits import check_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from kvferry.index import Lease
-    from kvferry.tiers.manager import TierManager
+    from kvferry.tiers.policy import Reason
+    from kvferry.tiers.work import LoadWork, Probe, StoreWork, Work
     from kvferry.types import Tier
 
 __all__ = [
@@ -23,26 +24,14 @@ __all__ = [
     "FetchResult",
     "LoadHandle",
     "Match",
+    "ProbeHandle",
     "Pump",
     "StoreHandle",
     "TierHandle",
-    "Waitable",
 ]
 
 DEFAULT_TIMEOUT_SECS = 60.0
 """How long a wait waits unless told otherwise."""
-
-
-class Waitable(Protocol):
-    """A transfer as the data plane of this process hands it out."""
-
-    job: int
-
-    def wait_layer(self, layer: int, stream: int | None = None) -> None: ...
-
-    def wait_all(self, stream: int | None = None) -> None: ...
-
-    def has_layer(self, layer: int) -> bool: ...
 
 
 class Pump(Protocol):
@@ -51,23 +40,37 @@ class Pump(Protocol):
     def __call__(self, timeout: float) -> None: ...
 
 
+class Agree(Protocol):
+    """How many tokens of a load all ranks can use."""
+
+    def __call__(self, load: LoadWork, timeout: float | None) -> int: ...
+
+
 class TierHandle:
     """Base of handles: done or not, and a wait."""
 
-    def __init__(self, pump: Pump) -> None:
+    def __init__(self, work: Work, pump: Pump) -> None:
+        self._work = work
         self._pump = pump
-        self.done = False
+
+    @property
+    def done(self) -> bool:
         """Whether all of it is over, well or not."""
+        return self._work.done
 
-        self.reason = Reason.NONE
+    @property
+    def reason(self) -> Reason:
         """Why not all was done."""
+        return self._work.reason
 
-        self.error = ""
+    @property
+    def error(self) -> str:
         """What the transfer said, where one failed."""
+        return self._work.error
 
     def wait(self, timeout: float = DEFAULT_TIMEOUT_SECS) -> None:
         """Block until `done`; TransferTimeoutError after `timeout` seconds, and it goes on."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + check_seconds("timeout", timeout)
         while not self.done:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -78,62 +81,55 @@ class TierHandle:
 
     def pass_time(self, timeout: float) -> None:
         """Let at most `timeout` seconds pass, and take note of what has ended."""
-        self._pump(timeout)
+        self._pump(check_seconds("timeout", timeout))
 
     def __repr__(self) -> str:
         told = "done" if self.done else "running"
         return f"{type(self).__name__}({told}{', ' + self.reason if self.reason else ''})"
 
 
-class _TransferHandle(TierHandle):
-    def __init__(self, pump: Pump) -> None:
-        super().__init__(pump)
-        self.transfers: list[Waitable] = []
-        self.num_running = 0
-        self.paths: list[str] = []
-
-    @property
-    def accepted(self) -> bool:
-        """Whether anything moves, or moved."""
-        return bool(self.transfers) or self.num_running > 0 or (self.done and self._num_moved > 0)
-
-    _num_moved = 0
-
-    def wait_all(self, stream: int | None = None) -> None:
-        """Order later work on `stream` after all bytes. Does not block."""
-        for transfer in self.transfers:
-            transfer.wait_all(stream)
-
-
-class StoreHandle(_TransferHandle):
+class StoreHandle(TierHandle):
     """Pages on their way from the device. Their device rows are not to be written before it is
     `done`, or, on a GPU, by a stream that did not `wait_all`."""
 
-    def __init__(self, pump: Pump, *, num_pages: int) -> None:
-        super().__init__(pump)
-        self.num_pages = num_pages
+    _work: StoreWork
+
+    @property
+    def num_pages(self) -> int:
         """Whole pages that were offered."""
+        return self._work.num_pages
 
-        self.num_already = 0
+    @property
+    def num_already(self) -> int:
         """Pages that were here, or on their way."""
+        return self._work.num_already
 
-        self.num_submitted = 0
+    @property
+    def num_submitted(self) -> int:
         """Pages that this store copies."""
+        return self._work.num_submitted
 
-        self.num_stored = 0
+    @property
+    def num_stored(self) -> int:
         """Pages that it brought to the host, so far."""
+        return self._work.num_stored
 
     @property
     def accepted(self) -> bool:
         """Whether this store copies anything."""
         return self.num_submitted > 0
 
+    def wait_all(self, stream: int | None = None) -> None:
+        """Order later work on `stream` after all bytes. Does not block."""
+        for transfer in self._work.transfers:
+            transfer.wait_all(stream)
+
 
 class EvictHandle(StoreHandle):
     """Pages that the engine is about to evict. Its device slots are held until `done`."""
 
 
-class LoadHandle(_TransferHandle):
+class LoadHandle(TierHandle):
     """Pages on their way to the device.
 
     `wait_layer` and `wait_all` order streams, and say nothing about what the bytes are. Read
@@ -141,32 +137,27 @@ class LoadHandle(_TransferHandle):
     compute again from there on.
     """
 
-    def __init__(self, pump: Pump, *, skip_tokens: int, of_pages: int = 0) -> None:
-        super().__init__(pump)
-        self.skip_tokens = skip_tokens
-        self.of_pages = of_pages
-        """Whole pages of the prompt: the same on every rank."""
+    _work: LoadWork
 
-        self.usable_prefixes: tuple[int, ...] = ()
-        """Every number of leading pages that can be used, the greatest first; those that the caller
-        had before are not among them. Not each shorter one can, where planes are windows or states:
-        what the device has belongs to the end of one prefix."""
-
-        self.num_tokens = 0
-        """How long the prefix is that the load will have made, if all is well."""
-
-        self.num_pages = 0
-        """How many pages move."""
-
-        self.bad_pages: tuple[int, ...] = ()
-        """Pages of the prompt whose bytes were not what was stored."""
-
-        self.verified = False
-        """Whether digests were compared at all."""
-
-        self.usable = 0
-        self.manager: TierManager | None = None
+    def __init__(self, work: LoadWork, pump: Pump, agree: Agree) -> None:
+        super().__init__(work, pump)
+        self._agree = agree
         self._agreed: int | None = None
+
+    @property
+    def skip_tokens(self) -> int:
+        """What the caller had already."""
+        return self._work.skip_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """How long the prefix is that the load will have made, if all is well."""
+        return self._work.num_tokens
+
+    @property
+    def num_pages(self) -> int:
+        """How many pages move."""
+        return self._work.num_pages
 
     @property
     def accepted(self) -> bool:
@@ -174,9 +165,24 @@ class LoadHandle(_TransferHandle):
         return self.num_pages > 0
 
     @property
+    def paths(self) -> tuple[str, ...]:
+        """What carried it, of each transfer that is over."""
+        return tuple(self._work.paths)
+
+    @property
+    def bad_pages(self) -> tuple[int, ...]:
+        """Pages of the prompt whose bytes were not what was stored."""
+        return self._work.bad_pages
+
+    @property
+    def verified(self) -> bool:
+        """Whether digests were compared at all."""
+        return self._work.verified
+
+    @property
     def usable_tokens(self) -> int:
         """How long a prefix can be used: `skip_tokens` until the load is over."""
-        return self.usable if self.done else self.skip_tokens
+        return self._work.usable_tokens
 
     @property
     def verified_pages(self) -> int:
@@ -186,30 +192,30 @@ class LoadHandle(_TransferHandle):
             return 0
         if not self.bad_pages:
             return self.num_pages
-        return max(0, self.bad_pages[0] - self._first_page)
-
-    _first_page = 0
-
-    def set_first_page(self, page: int) -> None:
-        """The first page of the prompt that moves."""
-        self._first_page = page
+        return max(0, self.bad_pages[0] - self._work.first_page)
 
     @property
     def ticket(self) -> tuple[int, ...]:
         """What a `HostPeer` begins the same load by, where ranks share a host copy; may be sent."""
-        return tuple(transfer.job for transfer in self.transfers)
+        return tuple(transfer.job for transfer in self._work.transfers)
+
+    def wait_all(self, stream: int | None = None) -> None:
+        """Order later work on `stream` after all bytes. Does not block."""
+        for transfer in self._work.transfers:
+            transfer.wait_all(stream)
 
     def wait_layer(self, layer: int, stream: int | None = None) -> None:
         """Order later work on `stream` after the bytes of model layer `layer`. Does not block.
 
         In a control plane whose data plane is elsewhere there is nothing to wait for: CacheError.
         """
-        if self.num_pages and not self.transfers:
+        transfers = self._work.transfers
+        if self.num_pages and not transfers:
             raise CacheError(
                 "this load runs in the process that has the data plane: wait for layers there"
             )
-        moving = [transfer for transfer in self.transfers if transfer.has_layer(layer)]
-        if self.transfers and not moving:
+        moving = [transfer for transfer in transfers if transfer.has_layer(layer)]
+        if transfers and not moving:
             raise CacheError(f"this load moves nothing of model layer {layer}")
         for transfer in moving:
             transfer.wait_layer(layer, stream)
@@ -222,39 +228,76 @@ class LoadHandle(_TransferHandle):
         if self._agreed is None:
             if not self.done:
                 raise CacheError("the load is not over: wait() first, then agree")
-            if self.manager is None:
-                raise CacheError("this handle came from no cache")
-            self._agreed = self.manager.agree_loaded(self, timeout)
+            self._agreed = self._agree(self._work, timeout)
         return self._agreed
 
 
-@dataclasses.dataclass(eq=False)
+class ProbeHandle(TierHandle):
+    """A question to storage."""
+
+    _work: Probe
+
+    @property
+    def found(self) -> tuple[bool, ...]:
+        """For each page asked about, whether storage says that it has it; empty until `done`."""
+        return self._work.found
+
+
 class Match:
     """What is cached of a prompt. Its pages stay on the host until `release`, or the lease ends."""
 
-    manager: TierManager = dataclasses.field(repr=False)
-    keys: Sequence[bytes] = dataclasses.field(repr=False)
-    """Of every whole page of the prompt."""
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        num_tokens: int,
+        *,
+        tokens_by_tier: Mapping[Tier, int],
+        reason: Reason,
+        is_stale: Callable[[], bool],
+        release: Callable[[], bool] | None,
+    ) -> None:
+        self.keys = keys
+        """Of every whole page of the prompt."""
 
-    num_tokens: int
-    """How long the prefix is that can be loaded now; whole pages."""
+        self.num_tokens = num_tokens
+        """How long the prefix is that can be loaded now; whole pages."""
 
-    tokens_by_tier: Mapping[Tier, int]
-    """HOST: as `num_tokens`, before ranks agreed. STORAGE: how many more tokens storage is thought
-    to have; a prefetch finds out."""
+        self.tokens_by_tier = tokens_by_tier
+        """HOST: as `num_tokens`, before ranks agreed. STORAGE: how many more tokens storage is
+        thought to have; a prefetch finds out."""
 
-    reason: Reason
-    """Why the prefix is not longer."""
+        self.reason = reason
+        """Why the prefix is not longer."""
 
-    life: int
-    """A match from before a `reset` is stale."""
+        self._is_stale = is_stale
+        self._release = release
 
-    lease: Lease | None = dataclasses.field(default=None, repr=False)
+    @property
+    def is_stale(self) -> bool:
+        """Whether the cache was reset since: nothing is loaded of it then."""
+        return self._is_stale()
+
+    def up_to(self, num_tokens: int) -> Match:
+        """The same, and no more than its first `num_tokens`. The pages stay this one's to release.
+
+        Raises PlanError for more than there are.
+        """
+        return Match(
+            self.keys,
+            check_whole("num_tokens", num_tokens, self.num_tokens),
+            tokens_by_tier=self.tokens_by_tier,
+            reason=self.reason,
+            is_stale=self._is_stale,
+            release=None,
+        )
 
     def release(self) -> bool:
         """Let the pages go; False if that was done, or the lease had ended."""
-        lease, self.lease = self.lease, None
-        return lease is not None and self.manager.release(lease)
+        release, self._release = self._release, None
+        return release is not None and release()
+
+    def __repr__(self) -> str:
+        return f"Match({self.num_tokens} tokens of {len(self.keys)} pages)"
 
     def __enter__(self) -> Match:
         return self

@@ -15,17 +15,24 @@ if TYPE_CHECKING:
     from kvferry.memory import HostPool
     from kvferry.types import SlotKind
 
-__all__ = ["page_digests"]
+__all__ = ["bytes_digests", "page_digests"]
 
 
 def page_digests(
     pool: HostPool, geometry: Geometry, kind: SlotKind, slot: int, key: bytes
 ) -> NDArray[np.uint64]:
     """The digests that the bytes in `slot` have, as the page called `key`. Shape ``[spans]``."""
+    return bytes_digests(pool.slot_view(slot), geometry, kind, key)
+
+
+def bytes_digests(
+    slot: memoryview, geometry: Geometry, kind: SlotKind, key: bytes
+) -> NDArray[np.uint64]:
+    """The same for the bytes of a slot that is in no pool."""
     spans = geometry.spans(kind)
     seed = np.array([page_seed(key)], dtype=np.uint64)
     found = np.empty(len(spans), dtype=np.uint64)
-    page = np.frombuffer(pool.slot_view(slot), dtype=np.uint8)
+    page = np.frombuffer(slot, dtype=np.uint8)
     for span in spans:
         rows = page[span.offset : span.offset + span.num_bytes].reshape(1, -1)
         seeds = span_seeds(

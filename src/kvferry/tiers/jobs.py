@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvferry.errors import CacheError
 
@@ -13,9 +13,17 @@ if TYPE_CHECKING:
     from kvferry.tiers.commands import Command, Completion
     from kvferry.types import SlotKind
 
-__all__ = ["Job", "Jobs", "answer"]
+__all__ = ["DataLink", "Job", "Jobs", "answer"]
 
 _Kind = TypeVar("_Kind")
+
+
+class DataLink(Protocol):
+    """Where commands go and completions come from: a `DataPlane`, or a `CommandQueue` to one."""
+
+    def submit(self, command: Command) -> Any: ...
+
+    def poll(self) -> list[Completion]: ...
 
 
 class Job(abc.ABC):

@@ -8,7 +8,6 @@ from kvferry.errors import KVFerryError
 from kvferry.tiers.commands import Checked, CheckPages, Moved, MovePages
 from kvferry.tiers.jobs import Job, answer
 from kvferry.tiers.policy import Reason, Verify
-from kvferry.tiers.rows import check_whole
 from kvferry.tiers.state import Actor
 from kvferry.types import Direction, SlotKind, Tier
 
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
 
     from kvferry.tiers.commands import Completion
     from kvferry.tiers.control import Control
-    from kvferry.tiers.handles import LoadHandle
     from kvferry.tiers.rows import DeviceSlots
+    from kvferry.tiers.work import LoadWork
 
 __all__ = ["Loads"]
 
@@ -26,8 +25,8 @@ __all__ = ["Loads"]
 class _Restore:
     """One load: its moves, and what they found."""
 
-    def __init__(self, handle: LoadHandle, keys: Sequence[bytes], first_page: int) -> None:
-        self.handle = handle
+    def __init__(self, work: LoadWork, keys: Sequence[bytes], first_page: int) -> None:
+        self.work = work
         self.keys = keys
         self.first_page = first_page
         self.loaded: set[int] = set()
@@ -95,34 +94,33 @@ class Loads:
         self,
         keys: Sequence[bytes],
         rows: DeviceSlots,
-        handle: LoadHandle,
+        work: LoadWork,
         *,
         limit: int,
         has_state_slots: bool,
         stream: int | None = None,
-    ) -> LoadHandle:
-        """Load pages from `handle.skip_tokens` on, up to page `limit`, as far as they are here.
+    ) -> None:
+        """Load pages from `work.skip_tokens` on, up to page `limit`, as far as they are here.
 
         Raises PlanError where the rows do not fit; nothing moves then. Where it is those of a
-        second transfer, of states or of windows, that are refused, nothing is raised: the handle
+        second transfer, of states or of windows, that are refused, nothing is raised: `work`
         has the error, and ends as one whose transfer failed.
         """
         control = self._control
-        skip, size = check_whole("skip_tokens", handle.skip_tokens), control.page_size
-        handle.usable = handle.num_tokens = skip
-        handle.done = True
+        skip, size = work.skip_tokens, control.page_size
+        work.done = True
         nodes = control.chain_nodes(keys[:limit])
         count = control.usable_on_host(nodes)
-        handle.reason = self._refusal(count, skip, has_state_slots=has_state_slots)
-        if handle.reason:
-            return handle
+        work.reason = self._refusal(count, skip, has_state_slots=has_state_slots)
+        if work.reason:
+            return
         first = skip // size
         del nodes[count:]
         control.index.touch(nodes)
-        restore = _Restore(handle, keys[:count], first)
-        handle.set_first_page(first)
-        handle.num_tokens = count * size
-        handle.num_pages = count - first
+        restore = _Restore(work, keys[:count], first)
+        work.first_page = first
+        work.num_tokens = count * size
+        work.num_pages = count - first
         # All rows are looked at before the first byte moves.
         moves = [self._with_rows(*move, rows) for move in self._moves(first, count)]
         if sum(move.kind is SlotKind.PAGE for move in moves) > 1:
@@ -131,16 +129,15 @@ class Loads:
             for move in moves:
                 self._move(restore, nodes, move, rows.device_run, stream)
         except KVFerryError as refused:
-            # What moves already is the handle's, so the caller must get it.
-            if not handle.num_running:
+            # What moves already is the work's, so the caller must get it.
+            if not work.num_running:
                 raise
-            handle.error = f"{type(refused).__name__}: {refused}"
+            work.error = f"{type(refused).__name__}: {refused}"
         finally:
-            if handle.num_running:
-                handle.done = False
+            if work.num_running:
+                work.done = False
             else:
-                handle.num_pages = 0
-        return handle
+                work.num_pages = 0
 
     def _refusal(self, count: int, skip: int, *, has_state_slots: bool) -> Reason:
         control = self._control
@@ -202,10 +199,10 @@ class Loads:
         stream: int | None,
     ) -> None:
         control, kind, pages = self._control, move.kind, move.pages
-        tier, handle = control.tiers[kind], restore.handle
+        tier, work = control.tiers[kind], restore.work
         slots = tier.begin_reading([nodes[page] for page in pages])
         job = _LoadJob(self, kind, restore, pages, slots)
-        handle.num_running += 1
+        work.num_running += 1
         sent = False
         try:
             answer = control.jobs.start(
@@ -226,7 +223,7 @@ class Loads:
             sent = True
         finally:
             if not sent:
-                handle.num_running -= 1
+                work.num_running -= 1
                 tier.end_reading(slots)
         if kind is SlotKind.STATE:
             restore.has_state = True
@@ -235,19 +232,19 @@ class Loads:
             if move.planes is None:
                 restore.windows.update(pages)
         if answer is not None:
-            handle.transfers.append(answer)  # type: ignore[arg-type]
+            work.transfers.append(answer)  # type: ignore[arg-type]
 
     def finish(self, job: _LoadJob, done: Moved) -> None:
         """One of a load's transfers is over."""
         control, restore = self._control, job.restore
-        handle, is_state = restore.handle, job.kind is SlotKind.STATE
+        work, is_state = restore.work, job.kind is SlotKind.STATE
         tier = control.tiers[job.kind]
         bad = [job.pages[position] for position in done.bad_pages]
         control.tell_moved(Direction.LOAD, job.kind, len(job.pages), done)
         if done.path:
-            handle.paths.append(done.path)
+            work.paths.append(done.path)
         if done.error:
-            handle.error = done.error
+            work.error = done.error
         if is_state:
             restore.state_is_bad = bool(bad or done.error)
         restore.bad.update(job.pages if done.error else bad)
@@ -257,15 +254,15 @@ class Loads:
             at = dict(zip(job.pages, job.slots, strict=True))
             self._check_again(job.kind, [(restore.keys[page], at[page]) for page in bad])
         tier.end_reading(job.slots)
-        handle.num_running -= 1
-        if not handle.num_running:
+        work.num_running -= 1
+        if not work.num_running:
             self._conclude(restore)
 
     def _conclude(self, restore: _Restore) -> None:
-        control, handle = self._control, restore.handle
+        control, work = self._control, restore.work
         size, count = control.page_size, len(restore.keys)
-        handle.verified = restore.all_verified and control.options.verify is Verify.ALWAYS
-        handle.bad_pages = tuple(sorted(restore.bad))
+        work.verified = restore.all_verified and control.options.verify is Verify.ALWAYS
+        work.bad_pages = tuple(sorted(restore.bad))
         # What was before the load is the caller's own, and good.
         good = restore.loaded - restore.bad
         good_windows = restore.windows - restore.bad
@@ -274,18 +271,18 @@ class Loads:
         has_state = restore.has_state and not restore.state_is_bad
         prefixes = control.rule.loaded_prefixes(whole, windows, has_state=has_state)
         if control.rule.loads_are_monotone:  # all shorter ones too: one number says it
-            handle.usable_prefixes = (next(prefixes, 0),)
+            work.usable_prefixes = (next(prefixes, 0),)
         else:
-            handle.usable_prefixes = tuple(prefixes)
-        usable = next(iter(handle.usable_prefixes), 0) * size
-        handle.usable = max(usable, handle.skip_tokens)
-        if handle.error:
-            handle.reason = Reason.TRANSFER_FAILED
+            work.usable_prefixes = tuple(prefixes)
+        usable = next(iter(work.usable_prefixes), 0) * size
+        work.usable = max(usable, work.skip_tokens)
+        if work.error:
+            work.reason = Reason.TRANSFER_FAILED
         elif restore.bad:
-            handle.reason = Reason.BAD_PAGES
-        handle.done = True
+            work.reason = Reason.BAD_PAGES
+        work.done = True
         if control.events.active:
-            loaded = control.chain_nodes(restore.keys)[restore.first_page : handle.usable // size]
+            loaded = control.chain_nodes(restore.keys)[restore.first_page : work.usable // size]
             control.tell_loaded(Tier.HOST, loaded)
 
     def _check_again(self, kind: SlotKind, pages: list[tuple[bytes, int]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from kvferry.errors import CacheError
 from kvferry.events import EventLog
@@ -14,49 +14,43 @@ from kvferry.switches import Switches
 from kvferry.tiers.agreement import Agreement
 from kvferry.tiers.backup import Backup
 from kvferry.tiers.commands import (
-    Command,
     Completion,
     StorageAttached,
     StorageDetached,
     WorkerFault,
 )
 from kvferry.tiers.control import Control
-from kvferry.tiers.handles import EvictHandle, LoadHandle, Match, StoreHandle
+from kvferry.tiers.fetch import FetchHandle
+from kvferry.tiers.handles import EvictHandle, LoadHandle, Match, ProbeHandle, StoreHandle
 from kvferry.tiers.host_tier import HostTier
+from kvferry.tiers.interrupts import undivided
 from kvferry.tiers.jobs import Jobs
 from kvferry.tiers.link import LinkState, StorageLink
 from kvferry.tiers.loads import Loads
 from kvferry.tiers.policy import Reason, TierOptions
 from kvferry.tiers.prefetch import Prefetch
 from kvferry.tiers.restore import RestoreRule, longest
-from kvferry.tiers.state import Actor, PageState
-from kvferry.tiers.stats import LookUp, TierStats, backup_gaps, look_up
+from kvferry.tiers.rows import check_whole
+from kvferry.tiers.state import Actor
+from kvferry.tiers.stats import LookUp, TierStats, backup_gaps, look_up, tier_stats
 from kvferry.tiers.storage_desk import StorageDesk
 from kvferry.tiers.stores import Stores
+from kvferry.tiers.work import LoadWork, StoreWork
 from kvferry.types import SlotKind, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvferry.geometry import Geometry
-    from kvferry.index import Lease, PrefixIndex
+    from kvferry.index import PrefixIndex
     from kvferry.metrics import MetricsSink
     from kvferry.ranks import Ranks
-    from kvferry.tiers.fetch import FetchHandle
     from kvferry.tiers.handles import Pump
     from kvferry.tiers.host_tier import SlotPool
+    from kvferry.tiers.jobs import DataLink
     from kvferry.tiers.rows import DeviceSlots
-    from kvferry.tiers.storage_desk import ProbeHandle
 
-__all__ = ["DataLink", "TierManager"]
-
-
-class DataLink(Protocol):
-    """Where commands go and completions come from: a `DataPlane`, or a `CommandQueue` to one."""
-
-    def submit(self, command: Command) -> Any: ...
-
-    def poll(self) -> list[Completion]: ...
+__all__ = ["TierManager"]
 
 
 class TierManager:
@@ -177,23 +171,24 @@ class TierManager:
         reason = Reason.NONE if agreed == len(keys) else Reason.NOTHING_FOUND
         by_tier = {Tier.HOST: here * size, Tier.STORAGE: (stored - here) * size}
         control.metrics.matched(by_tier, (len(keys) - stored) * size)
-        lease = None
-        if agreed:
-            lease = control.index.lease(nodes[:agreed], seconds=control.options.lease_secs)
+        life = control.life
         return Match(
-            manager=self,
-            keys=keys,
-            num_tokens=agreed * size,
+            keys,
+            agreed * size,
             tokens_by_tier=by_tier,
             reason=reason,
-            life=control.life,
-            lease=lease,
+            is_stale=lambda: control.life != life,
+            release=self._keep(nodes[:agreed]) if agreed else None,
         )
 
-    def release(self, lease: Lease) -> bool:
-        """Give a match's lease back; False if it had ended."""
-        return self._control.index.release(lease)
+    @undivided
+    def _keep(self, nodes: Sequence[int]) -> Callable[[], bool]:
+        """Keep pages for a match; what lets them go. They go by themselves after a while, too."""
+        index = self._control.index
+        lease = index.lease(nodes, seconds=self._control.options.lease_secs)
+        return undivided(functools.partial(index.release, lease))
 
+    @undivided
     def load(
         self,
         found: Match,
@@ -205,20 +200,22 @@ class TierManager:
     ) -> LoadHandle:
         """Load what was found, from `skip_tokens` on. Nothing below that is written."""
         self._check_open()
-        handle = LoadHandle(self._control.pump, skip_tokens=skip_tokens, of_pages=len(found.keys))
-        handle.manager = self
-        if found.life != self._control.life:
-            handle.done, handle.reason, handle.usable = True, Reason.STALE_MATCH, skip_tokens
-            return handle
-        return self._loads.load(
-            found.keys,
-            rows,
-            handle,
-            limit=found.num_tokens // self._control.page_size,
-            has_state_slots=has_state_slots,
-            stream=stream,
-        )
+        skip = check_whole("skip_tokens", skip_tokens)
+        work = LoadWork(skip_tokens=skip, of_pages=len(found.keys), num_tokens=skip, usable=skip)
+        if found.is_stale:
+            work.done, work.reason = True, Reason.STALE_MATCH
+        else:
+            self._loads.load(
+                found.keys,
+                rows,
+                work,
+                limit=found.num_tokens // self._control.page_size,
+                has_state_slots=has_state_slots,
+                stream=stream,
+            )
+        return LoadHandle(work, self._control.pump, self._agree_loaded)
 
+    @undivided
     def store(
         self,
         keys: Sequence[bytes],
@@ -231,24 +228,35 @@ class TierManager:
     ) -> StoreHandle:
         """Offer filled pages of a prompt, from its first on, as `Stores.store` says."""
         self._check_open()
-        make = EvictHandle if evicting else StoreHandle
-        return self._stores.store(
+        work = StoreWork(num_pages=len(keys))
+        self._stores.store(
             keys,
             rows,
-            make(self._control.pump, num_pages=len(keys)),
+            work,
             evicting=evicting,
             state_page=state_page,
             priority=priority,
             stream=stream,
         )
+        return (EvictHandle if evicting else StoreHandle)(work, self._control.pump)
 
+    @undivided
     def prefetch(self, keys: Sequence[bytes], *, forced: bool = False) -> FetchHandle:
         """Begin to bring what storage has of a prompt to the host. `forced`: however little."""
         self._check_open()
-        return self._prefetch.start(keys, forced=forced)
+        fetch = self._prefetch.start(keys, forced=forced)
+        return FetchHandle(fetch, self._control.pump, self._prefetch)
 
     def poll(self) -> int:
         """Take the data plane's answers, and do what follows; how many there were. Never blocks."""
+        count = self._advance()
+        events = self._control.events
+        # A subscriber may take its time, and is nobody's bookkeeping.
+        self._control.listeners.call("a subscriber of events", events.dispatch)
+        return count
+
+    @undivided
+    def _advance(self) -> int:
         control, due = self._control, self._due
         due.extend(self._data.poll())
         count = len(due)
@@ -259,35 +267,38 @@ class TierManager:
         self._prefetch.tick(changed=count > 0)
         self._backup.dispatch()
         control.tell_levels()
-        control.events.dispatch()
         return count
 
-    def agree_loaded(self, load: LoadHandle, timeout: float | None = None) -> int:
-        """How many tokens of a load that is over all ranks can use."""
+    def _agree_loaded(self, load: LoadWork, timeout: float | None) -> int:
         return self._agreement.loaded(load, self._control.rule, self._control.page_size, timeout)
 
     # ---------------------------------------------------------------- storage
 
+    @undivided
     def new_generation(self) -> int:
         """A number for the next attachment. CacheError while another one is there."""
         self._check_open()
         return self._storage.new_generation()
 
+    @undivided
     def detach_storage(self, *, force: bool = False) -> bool:
         """Use storage no more; True if it is gone already. See `StorageDesk.detach`."""
         return self._storage.detach(force=force)
 
+    @undivided
     def probe(self, keys: Sequence[bytes]) -> ProbeHandle:
         """Ask storage which of these pages it has."""
         self._check_open()
-        return self._storage.probe(keys)
+        return ProbeHandle(self._storage.probe(keys), self._control.pump)
 
+    @undivided
     def confirm_stored(self) -> list[ProbeHandle]:
         """Ask storage for the host's pages that it is thought to have, see `StorageDesk`."""
-        return self._storage.confirm()
+        return [ProbeHandle(one, self._control.pump) for one in self._storage.confirm()]
 
     # ---------------------------------------------------------------- ends
 
+    @undivided
     def reset(self) -> None:
         """Forget every page. What is in flight ends by itself, and its results are thrown away."""
         control = self._control
@@ -303,6 +314,7 @@ class TierManager:
         control.hints.reset()
         self._stores.forget_hits()
 
+    @undivided
     def offer_all(self) -> int:
         """Queue every page of the host that storage lacks; `num_unwritten` then."""
         for tier in self._control.tiers.values():
@@ -326,6 +338,7 @@ class TierManager:
         """Why storage cannot be used just now; NONE if it can."""
         return self._control.link.refusal()
 
+    @undivided
     def close(self) -> None:
         """Take no more calls but `poll`, `stats` and `detach_storage`."""
         if not self._control.closed:
@@ -340,21 +353,11 @@ class TierManager:
 
     def stats(self) -> TierStats:
         """What is where, and what is in flight."""
-        control = self._control
-        return TierStats(
-            slots={
-                kind: {state: tier.ledger.count(state) for state in PageState}
-                for kind, tier in control.tiers.items()
-            },
-            readers=sum(tier.ledger.num_readers for tier in control.tiers.values()),
-            jobs=len(control.jobs),
+        return tier_stats(
+            self._control,
             waiting_for_storage=self._backup.depth,
-            writing_to_storage=self._backup.num_writing,
             prefetches=self._prefetch.num_open,
-            late_storage_jobs=control.link.num_late,
             worker_faults=self._num_faults,
-            storage=control.link.state,
-            breaker=control.link.breaker.state,
             transient_pages=self._loads.num_transient,
         )
 
@@ -377,12 +380,10 @@ class TierManager:
             control.metrics.worker_fault(completion.kind)
         elif isinstance(completion, StorageAttached):
             self._storage.attached(completion.generation)
-        elif isinstance(completion, StorageDetached):
-            if completion.job >= 0:
-                control.jobs.finish(completion.job, completion)
-            self._storage.gone(completion.generation)
-        else:
+        elif completion.job >= 0:
             control.jobs.finish(completion.job, completion)
+        if isinstance(completion, StorageDetached):
+            self._storage.gone(completion.generation)
 
     def _last_chance(self, kind: SlotKind, node: int) -> bool:
         return self._backup.last_chance(kind, node)

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from kvferry.storage import ItemStatus
 from kvferry.tiers.commands import Found, ProbeStorage, ReadPages, StorageDone
-from kvferry.tiers.fetch import FetchHandle, FetchStage, PageFetch
+from kvferry.tiers.fetch import Fetch, FetchStage, PageFetch
 from kvferry.tiers.fetch_reads import FetchReads
 from kvferry.tiers.handles import FetchResult
+from kvferry.tiers.interrupts import undivided
 from kvferry.tiers.jobs import Job, answer
 from kvferry.tiers.policy import Reason
 from kvferry.tiers.restore import leading
@@ -34,7 +35,7 @@ _WHY = {
 class _ProbeJob(Job):
     kind = SlotKind.PAGE
 
-    def __init__(self, desk: Prefetch, fetch: FetchHandle, kind: SlotKind, keys: list[bytes]):
+    def __init__(self, desk: Prefetch, fetch: Fetch, kind: SlotKind, keys: list[bytes]):
         self.kind = kind
         self.keys = keys
         self.fetch = fetch
@@ -53,7 +54,7 @@ class _ReadJob(Job):
     def __init__(
         self,
         desk: Prefetch,
-        fetch: FetchHandle,
+        fetch: Fetch,
         kind: SlotKind,
         positions: list[int],
         slots: list[int],
@@ -83,7 +84,7 @@ class Prefetch:
 
     def __init__(self, control: Control) -> None:
         self._control = control
-        self._open: list[FetchHandle] = []
+        self._open: list[Fetch] = []
         self.num_batches = 0
         """Reads in flight, late ones not counted."""
 
@@ -102,12 +103,12 @@ class Prefetch:
 
     # ---------------------------------------------------------------- starting and ending
 
-    def start(self, keys: Sequence[bytes], *, forced: bool = False) -> FetchHandle:
+    def start(self, keys: Sequence[bytes], *, forced: bool = False) -> Fetch:
         """Begin to fetch what of `keys`, the pages of a prompt, is not on the host."""
         control = self._control
         nodes = control.chain_nodes(keys)
         here = control.usable_on_host(nodes)
-        fetch = FetchHandle(control.pump, self, keys, here)
+        fetch = Fetch(keys, here)
         now = fetch.submitted_at = control.clock()
         missing = (len(keys) - here) * control.page_size
         if not control.options.prefetch:
@@ -135,14 +136,14 @@ class Prefetch:
             self._probe(fetch, kind, list(keys[here:asked]))
         return fetch
 
-    def hold(self, fetch: FetchHandle, nodes: Sequence[int]) -> None:
+    def hold(self, fetch: Fetch, nodes: Sequence[int]) -> None:
         """Keep what `fetch` builds on; without that its next pages could push out its first."""
         if nodes:
             # Longer than it may take: given back when the prefetch is over.
             seconds = 2 * self._control.options.prefetch_max_secs
             fetch.leases.append(self._control.index.lease(nodes, seconds=seconds))
 
-    def _probe(self, fetch: FetchHandle, kind: SlotKind, keys: list[bytes]) -> None:
+    def _probe(self, fetch: Fetch, kind: SlotKind, keys: list[bytes]) -> None:
         job = _ProbeJob(self, fetch, kind, keys)
         fetch.statuses_left += 1
         self._control.jobs.start(
@@ -152,7 +153,8 @@ class Prefetch:
             ),
         )
 
-    def look(self, fetch: FetchHandle) -> FetchResult | None:
+    @undivided
+    def look(self, fetch: Fetch) -> FetchResult | None:
         """See `FetchHandle.look`."""
         if not fetch.done:
             if self._control.clock() < fetch.look_deadline:
@@ -160,13 +162,14 @@ class Prefetch:
             self.stop(fetch, Reason.DEADLINE)
         return self.result(fetch)
 
-    def result(self, fetch: FetchHandle) -> FetchResult:
+    def result(self, fetch: Fetch) -> FetchResult:
         """See `FetchHandle.result`."""
         control = self._control
         here = control.usable_on_host(control.chain_nodes(fetch.keys))
         return FetchResult(here * control.page_size, fetch.num_fetched, fetch.reason)
 
-    def stop(self, fetch: FetchHandle, reason: Reason) -> None:
+    @undivided
+    def stop(self, fetch: Fetch, reason: Reason) -> None:
         """End `fetch`; what is being read is parked, what was read behind a hole goes."""
         if fetch.done:
             return
@@ -258,7 +261,7 @@ class Prefetch:
         if not fetch.statuses_left:
             self._plan(fetch)
 
-    def _plan(self, fetch: FetchHandle) -> None:
+    def _plan(self, fetch: Fetch) -> None:
         """All probes are answered: what is worth reading."""
         control = self._control
         count = fetch.end if control.rule.needs_pages else fetch.start + len(fetch.states_found)
@@ -340,9 +343,7 @@ class Prefetch:
             control.link.misses.add(key)
         control.hints.drop(kind, [key])
 
-    def send(
-        self, fetch: FetchHandle, kind: SlotKind, positions: list[int], slots: list[int]
-    ) -> None:
+    def send(self, fetch: Fetch, kind: SlotKind, positions: list[int], slots: list[int]) -> None:
         """Start one batch of reads, for which slots are reserved."""
         job = _ReadJob(self, fetch, kind, positions, slots)
         fetch.statuses_left += 1

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvferry.tiers.control import Control
     from kvferry.tiers.link import LinkState
 
-__all__ = ["LookUp", "TierStats", "backup_gaps", "look_up"]
+__all__ = ["LookUp", "TierStats", "backup_gaps", "look_up", "tier_stats"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,38 @@ class TierStats:
     breaker: str
     transient_pages: int
     """Pages that failed their digest once and were right when read again."""
+
+    listener_failures: int
+    """How often metrics, or a subscriber of events, raised."""
+
+
+def tier_stats(
+    control: Control,
+    *,
+    waiting_for_storage: int,
+    prefetches: int,
+    worker_faults: int,
+    transient_pages: int,
+) -> TierStats:
+    """What `control` holds now, with what its parts count themselves."""
+    tiers, link = control.tiers, control.link
+    return TierStats(
+        slots={
+            kind: {state: tier.ledger.count(state) for state in PageState}
+            for kind, tier in tiers.items()
+        },
+        readers=sum(tier.ledger.num_readers for tier in tiers.values()),
+        jobs=len(control.jobs),
+        waiting_for_storage=waiting_for_storage,
+        writing_to_storage=control.num_writing,
+        prefetches=prefetches,
+        late_storage_jobs=link.num_late,
+        worker_faults=worker_faults,
+        storage=link.state,
+        breaker=link.breaker.state,
+        transient_pages=transient_pages,
+        listener_failures=control.listeners.num_failures,
+    )
 
 
 def backup_gaps(control: Control) -> tuple[int, int]:

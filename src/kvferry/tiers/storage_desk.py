@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvferry.errors import CacheError
+from kvferry.storage import ItemStatus
 from kvferry.tiers.commands import (
     DetachStorage,
     Found,
@@ -13,10 +14,10 @@ from kvferry.tiers.commands import (
     StorageDetached,
     StorageDone,
 )
-from kvferry.tiers.handles import Pump, TierHandle
 from kvferry.tiers.jobs import Job, answer
 from kvferry.tiers.link import LinkState
 from kvferry.tiers.policy import Reason
+from kvferry.tiers.work import Probe
 from kvferry.types import SlotKind, Tier
 
 if TYPE_CHECKING:
@@ -27,42 +28,33 @@ if TYPE_CHECKING:
     from kvferry.tiers.control import Control
     from kvferry.tiers.prefetch import Prefetch
 
-__all__ = ["ProbeHandle", "StorageDesk"]
-
-
-class ProbeHandle(TierHandle):
-    """A question to storage."""
-
-    def __init__(self, pump: Pump, keys: Sequence[bytes]) -> None:
-        super().__init__(pump)
-        self.keys = keys
-        """Of the pages asked about."""
-
-        self.found: tuple[bool, ...] = ()
-        """For each page asked about, whether storage says that it has it; empty until `done`."""
+__all__ = ["StorageDesk"]
 
 
 class _ProbeJob(Job):
-    def __init__(self, desk: StorageDesk, handle: ProbeHandle, kind: SlotKind) -> None:
+    def __init__(self, desk: StorageDesk, probe: Probe, kind: SlotKind) -> None:
         self.kind = kind
-        self.handle = handle
+        self.probe = probe
         self._desk = desk
         self.generation, self.deadline = desk.stamp()
 
     def late(self) -> None:
         super().late()
-        self.handle.reason, self.handle.done = Reason.DEADLINE, True
+        self.probe.reason, self.probe.done = Reason.DEADLINE, True
 
     def finish(self, completion: Completion) -> None:
         self._desk.probed(self, answer(completion, Found))
 
 
 class _QuarantineJob(Job):
-    def __init__(self, kind: SlotKind) -> None:
+    def __init__(self, desk: StorageDesk, kind: SlotKind, keys: Sequence[bytes]) -> None:
         self.kind = kind
+        self.keys = keys
+        self._desk = desk
+        self.generation, _ = desk.stamp()
 
     def finish(self, completion: Completion) -> None:
-        completion = answer(completion, StorageDone)
+        self._desk.quarantined(self, answer(completion, StorageDone))
 
 
 class _DetachJob(Job):
@@ -135,71 +127,83 @@ class StorageDesk:
         control = self._control
         return control.link.generation, control.clock() + control.options.prefetch_max_secs
 
-    def probe(self, keys: Sequence[bytes]) -> ProbeHandle:
+    def probe(self, keys: Sequence[bytes]) -> Probe:
         """Ask storage which of these pages it has."""
         return self._ask(self._control.kinds[0], keys)
 
-    def confirm(self) -> list[ProbeHandle]:
+    def confirm(self) -> list[Probe]:
         """Ask storage for what it is thought to have of the host: one question a kind of slot.
 
         What it dropped meanwhile counts as unstored again, and is written when it is offered.
         """
-        control, handles = self._control, []
+        control, probes = self._control, []
         for kind, tier in control.tiers.items():
             nodes = [node for node in tier.resident_nodes() if control.hints.is_stored(kind, node)]
             if nodes:
-                handles.append(self._ask(kind, [control.index.key_of(node) for node in nodes]))
-        return handles
+                probes.append(self._ask(kind, [control.index.key_of(node) for node in nodes]))
+        return probes
 
-    def _ask(self, kind: SlotKind, keys: Sequence[bytes]) -> ProbeHandle:
+    def _ask(self, kind: SlotKind, keys: Sequence[bytes]) -> Probe:
         control = self._control
-        handle = ProbeHandle(control.pump, keys)
-        handle.reason = control.link.admit()
-        if handle.reason:
-            handle.done = True
-            return handle
-        job = _ProbeJob(self, handle, kind)
+        probe = Probe(keys=keys)
+        probe.reason = control.link.admit()
+        if probe.reason:
+            probe.done = True
+            return probe
+        job = _ProbeJob(self, probe, kind)
         control.jobs.start(
             job,
             lambda number: ProbeStorage(
                 job=number, generation=job.generation, kind=kind, keys=tuple(keys)
             ),
         )
-        return handle
+        return probe
 
     def probed(self, job: _ProbeJob, done: Found) -> None:
         """Storage said what it has."""
-        control, handle = self._control, job.handle
+        control, probe = self._control, job.probe
         if not job.is_late and not done.refused:
             control.link.judge(job.generation, ok=not done.error)
-        if handle.done:  # too late
+        if probe.done:  # too late
             return
         if done.error:
-            handle.reason = Reason.STORAGE_REFUSED if done.refused else Reason.STORAGE_FAILED
-            handle.error = done.error
+            probe.reason = Reason.STORAGE_REFUSED if done.refused else Reason.STORAGE_FAILED
+            probe.error = done.error
         else:
-            handle.found = done.found
+            probe.found = done.found
             if control.link.is_current(job.generation):
-                control.hints.correct(job.kind, handle.keys, done.found)
-        handle.done = True
+                control.hints.correct(job.kind, probe.keys, done.found)
+        probe.done = True
 
     def quarantine(self, kind: SlotKind, keys: Sequence[bytes]) -> None:
-        """Pages with wrong bytes are taken out of storage too, where they may have come from."""
+        """Copies of these pages had wrong bytes. Storage looks whether its own have, too.
+
+        They may be good: bytes that changed on the host did so after they were written, or before.
+        """
         control = self._control
-        nodes = [node for key in keys if (node := control.index.node_of(key)) is not None]
-        is_there = bool(keys) and control.link.state is LinkState.ATTACHED
-        if is_there:
-            control.tell_quarantined(Tier.STORAGE, kind, nodes, "digest")
-        control.hints.drop(kind, keys)
-        if not is_there:
+        if not keys or control.link.state is not LinkState.ATTACHED:
+            control.hints.drop(kind, keys)
             return
-        if kind is SlotKind.PAGE:
-            for key in keys:
-                control.link.misses.add(key)
-        generation = control.link.generation
+        job = _QuarantineJob(self, kind, keys)
         control.jobs.start(
-            _QuarantineJob(kind),
+            job,
             lambda number: Quarantine(
-                job=number, generation=generation, kind=kind, keys=tuple(keys)
+                job=number, generation=job.generation, kind=kind, keys=tuple(keys)
             ),
         )
+
+    def quarantined(self, job: _QuarantineJob, done: StorageDone) -> None:
+        """Storage has looked at its copies."""
+        control, kind = self._control, job.kind
+        if not control.link.is_current(job.generation):
+            return
+        found = list(zip(job.keys, done.statuses, strict=True))
+        bad = [key for key, status in found if status is ItemStatus.CORRUPT]
+        nodes = [node for key in bad if (node := control.index.node_of(key)) is not None]
+        control.tell_quarantined(Tier.STORAGE, kind, nodes, "digest")
+        # One that cannot be read just now is not to be waited for either.
+        lost = [key for key, status in found if status is not ItemStatus.OK]
+        control.hints.drop(kind, lost)
+        if kind is SlotKind.PAGE:
+            for key in lost:
+                control.link.misses.add(key)

@@ -6,6 +6,7 @@ call of the backend that never returns keeps its thread and its slots, and nothi
 
 from __future__ import annotations
 
+import mmap
 import queue
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from kvferry.kernels import NO_DIGEST
-from kvferry.storage import ItemStatus, PageStore
+from kvferry.storage import ItemResult, ItemStatus, PageStore
 from kvferry.tiers.commands import (
     Completion,
     Found,
@@ -26,7 +27,7 @@ from kvferry.tiers.commands import (
     WorkerFault,
     WritePages,
 )
-from kvferry.tiers.host_check import page_digests
+from kvferry.tiers.host_check import bytes_digests, page_digests
 from kvferry.types import SlotKind
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from kvferry.geometry import Geometry
     from kvferry.memory import HostPool
-    from kvferry.storage import ItemResult, StorageBackend
+    from kvferry.storage import StorageBackend
 
 __all__ = ["StorageCommand", "StorageWorkers", "storage_key"]
 
@@ -207,7 +208,7 @@ class StorageWorkers:
         if isinstance(command, ProbeStorage):
             return Found(command.job, tuple(store.contains(keys)))
         if isinstance(command, Quarantine):
-            results: Sequence[ItemResult] = self._backend.quarantine(keys)
+            results: Sequence[ItemResult] = self._put_away(command, store, keys)
         elif isinstance(command, WritePages):
             pool = self._pools[command.kind]
             slots = list(command.host_slots)
@@ -241,6 +242,26 @@ class StorageWorkers:
                     pool, self._geometry, command.kind, slots[number], command.keys[number]
                 )
             pool.digests[slots[number]] = digests[number]
+        return results
+
+    def _put_away(
+        self, command: Quarantine, store: PageStore, keys: list[bytes]
+    ) -> list[ItemResult]:
+        """See `Quarantine`. A copy of a page is no proof against the page that it was made from."""
+        digests = np.zeros((1, store.num_spans), dtype=np.uint64)
+        results = []
+        # One page of memory, not of the pool: what is in doubt takes no slot of what is good.
+        with mmap.mmap(-1, store.slot_bytes) as memory, memoryview(memory) as slot:
+            address = np.frombuffer(slot, dtype=np.uint8).ctypes.data
+            for key, name in zip(command.keys, keys, strict=True):
+                (result,) = store.read([name], [address], digests)
+                if result.ok:
+                    found = bytes_digests(slot, self._geometry, command.kind, key)
+                    # Where none was kept, the checksum is all there is to go by.
+                    if ((found != digests[0]) & (digests[0] != NO_DIGEST)).any():
+                        self._backend.quarantine([name])
+                        result = ItemResult(ItemStatus.CORRUPT, reason="its digests are others")
+                results.append(result)
         return results
 
     # ---------------------------------------------------------------- on any thread

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from kvferry.errors import KVFerryError
 from kvferry.tiers.commands import Moved, MovePages
-from kvferry.tiers.handles import StoreHandle
 from kvferry.tiers.jobs import Job, answer
 from kvferry.tiers.policy import HitCounter, Reason, StorePolicy
 from kvferry.tiers.state import Actor, PageState
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from kvferry.tiers.commands import Completion
     from kvferry.tiers.control import Control
     from kvferry.tiers.rows import DeviceSlots
+    from kvferry.tiers.work import StoreWork
 
 __all__ = ["Stores"]
 
@@ -28,17 +28,17 @@ class _StoreJob(Job):
         self,
         stores: Stores,
         kind: SlotKind,
-        handle: StoreHandle,
+        work: StoreWork,
         slots: list[int],
     ) -> None:
         self.kind = kind
         self.slots = slots
-        self.handle = handle
+        self.work = work
         self._stores = stores
 
     def abort(self) -> None:
         super().abort()
-        self.handle.reason = Reason.RESET
+        self.work.reason = Reason.RESET
 
     def finish(self, completion: Completion) -> None:
         self._stores.finish(self, answer(completion, Moved))
@@ -65,19 +65,19 @@ class Stores:
         self,
         keys: Sequence[bytes],
         rows: DeviceSlots,
-        handle: StoreHandle,
+        work: StoreWork,
         *,
         evicting: bool = False,
         state_page: int | None = None,
         priority: int = 0,
         stream: int | None = None,
-    ) -> StoreHandle:
+    ) -> None:
         """Copy those of the pages `keys` that are not here, as the policy has it.
 
         Args:
             keys: Of all whole pages of a prompt that are filled, from its first on.
             rows: Where they lie on the device.
-            handle: What the caller gets; filled in.
+            work: What the caller gets a handle on; filled in.
             evicting: The engine is about to give the rows to others.
             state_page: The page at whose end a checkpoint lies in `rows`, or None.
             priority: For the eviction policy of that name.
@@ -87,10 +87,10 @@ class Stores:
             PlanError: The rows do not fit; nothing moves then. Where it is the checkpoint's that
                 are refused, after pages began to move, the handle has the error instead.
         """
-        offered = self._offered(keys, handle, evicting=evicting)
+        offered = self._offered(keys, work, evicting=evicting)
         if not offered:
-            handle.done = True
-            return handle
+            work.done = True
+            return
         control = self._control
         nodes = list(control.index.insert(keys[:offered], priority=priority))
         control.index.touch(nodes)
@@ -98,38 +98,37 @@ class Stores:
         try:
             try:
                 for kind, pages in self._wanted(nodes, state_page).items():
-                    self._store_kind(kind, keys, nodes, pages, rows, handle, stream)
+                    self._store_kind(kind, keys, nodes, pages, rows, work, stream)
             except KVFerryError as refused:
                 # Rows that are read already must not be written: the caller needs the handle.
-                if not handle.num_running:
+                if not work.num_running:
                     raise
-                handle.reason = Reason.TRANSFER_FAILED
-                handle.error = f"{type(refused).__name__}: {refused}"
+                work.reason = Reason.TRANSFER_FAILED
+                work.error = f"{type(refused).__name__}: {refused}"
             self._backup.offer(nodes)
         finally:
             control.index.unpin(nodes)
             control.index.forget(nodes[::-1])
-        if not handle.num_running:
-            handle.done = True
-            if not handle.reason and not handle.num_submitted:
-                handle.reason = Reason.ALREADY_HERE
-        return handle
+        if not work.num_running:
+            work.done = True
+            if not work.reason and not work.num_submitted:
+                work.reason = Reason.ALREADY_HERE
 
-    def _offered(self, keys: Sequence[bytes], handle: StoreHandle, *, evicting: bool) -> int:
-        """How many leading pages the policy stores; 0, with the reason in `handle`, if none."""
+    def _offered(self, keys: Sequence[bytes], work: StoreWork, *, evicting: bool) -> int:
+        """How many leading pages the policy stores; 0, with the reason in `work`, if none."""
         options = self._control.options
         if not self._control.switches.store:
-            handle.reason = Reason.SWITCHED_OFF
+            work.reason = Reason.SWITCHED_OFF
         elif not keys:
-            handle.reason = Reason.NO_WHOLE_PAGE
+            work.reason = Reason.NO_WHOLE_PAGE
         elif evicting or options.store_policy is StorePolicy.WRITE_THROUGH:
             return len(keys)
         elif options.store_policy is StorePolicy.WRITE_BACK:
-            handle.reason = Reason.NOT_WRITTEN_BACK
+            work.reason = Reason.NOT_WRITTEN_BACK
         else:
             enough = self._hits.count(keys, options.selective_hits)
             if not enough:
-                handle.reason = Reason.TOO_FEW_HITS
+                work.reason = Reason.TOO_FEW_HITS
             return enough
         return 0
 
@@ -149,7 +148,7 @@ class Stores:
         nodes: list[int],
         pages: list[int],
         rows: DeviceSlots,
-        handle: StoreHandle,
+        work: StoreWork,
         stream: int | None,
     ) -> None:
         control = self._control
@@ -159,20 +158,20 @@ class Stores:
             for page in pages
             if tier.slot_of(nodes[page]) < 0 and not tier.is_filling(nodes[page])
         ]
-        handle.num_already += len(pages) - len(missing)
+        work.num_already += len(pages) - len(missing)
         if not missing:
             return
         slots = tier.reserve([nodes[page] for page in missing], PageState.STORING)
         if len(slots) < len(missing):
-            handle.reason = Reason.HOST_FULL
+            work.reason = Reason.HOST_FULL
             control.metrics.dropped(Reason.HOST_FULL, len(missing) - len(slots))
             del missing[len(slots) :]
         if not missing:
             return
-        job = _StoreJob(self, kind, handle, slots)
+        job = _StoreJob(self, kind, work, slots)
         names = tuple(dict.fromkeys(span.plane.name for span in control.geometry.spans(kind)))
         sent = False
-        handle.num_running += 1
+        work.num_running += 1
         try:
             is_state = kind is SlotKind.STATE
             device_slots = None if is_state else rows.tokens(missing)
@@ -195,17 +194,17 @@ class Stores:
             sent = True
         finally:
             if not sent:
-                handle.num_running -= 1
+                work.num_running -= 1
                 for slot in slots:
                     tier.abandon(slot, Actor.TRANSFER)
         if answer is not None:
-            handle.transfers.append(answer)  # type: ignore[arg-type]
-        handle.num_submitted += len(missing)
+            work.transfers.append(answer)  # type: ignore[arg-type]
+        work.num_submitted += len(missing)
 
     def finish(self, job: _StoreJob, done: Moved) -> None:
         """A store's transfer is over."""
         control, tier = self._control, self._control.tiers[job.kind]
-        handle = job.handle
+        work = job.work
         bad = set(range(len(job.slots)) if done.error else done.bad_pages)
         whole = []
         for position, slot in enumerate(job.slots):
@@ -216,11 +215,11 @@ class Stores:
         stored = tier.publish(whole, Actor.TRANSFER)
         control.tell_moved(Direction.STORE, job.kind, len(job.slots), done)
         if bad:
-            handle.reason, handle.error = Reason.TRANSFER_FAILED, done.error
+            work.reason, work.error = Reason.TRANSFER_FAILED, done.error
             control.metrics.dropped(Reason.TRANSFER_FAILED, len(bad))
-        handle.num_stored += len(stored)
+        work.num_stored += len(stored)
         if not job.aborted:
             control.tell_stored(Tier.HOST, job.kind, stored)
             self._backup.offer(stored)
-        handle.num_running -= 1
-        handle.done = not handle.num_running
+        work.num_running -= 1
+        work.done = not work.num_running

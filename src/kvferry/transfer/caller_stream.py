@@ -14,7 +14,9 @@ def current_stream(gpu: int) -> int:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():  # where it is not, it has no streams yet
         return 0
-    return int(torch.cuda.current_stream(gpu).cuda_stream)
+    # The public function makes an object, which takes longer than all else that is asked here.
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return int(torch.cuda.current_stream(gpu).cuda_stream if raw is None else raw(gpu))
 
 
 def joined(tensor: Any, pieces: Sequence[slice], stream: int | None) -> Any:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kvferry.kernels import (
+    DRIVER_FUNCTIONS,
     BandArgs,
     ChunkArgs,
-    CopyPath,
     GroupArgs,
     LaunchArgs,
     PieceArgs,
@@ -44,13 +44,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CompiledStaging"]
 
-# In these forms they are called; a newer one may take other arguments.
-_FUNCTIONS = {
-    "launch": ("cuLaunchKernel", 4000),
-    "record": ("cuEventRecord", 2000),
-    "wait": ("cuStreamWaitEvent", 3020),
-    "copy_rows": ("cuMemcpy2DAsync", 3020),
-}
 _MAX_PARTS = 1 << 14
 _MAX_LAYOUTS = 256
 
@@ -109,7 +102,7 @@ class CompiledStaging:
         targets, sources, sizes = (row.ctypes.data for row in self._parts)
         found = {
             field: self._driver.entry_point(name, version)
-            for field, (name, version) in _FUNCTIONS.items()
+            for field, (name, version) in DRIVER_FUNCTIONS.items()
         }
         pieces = copies.pieces
         attributes, first, failed = (0, 0, 0) if pieces is None else pieces.told
@@ -135,11 +128,6 @@ class CompiledStaging:
             for direction in Direction
         }
         self._rings, self._begun = rings, begun  # they are reached by their addresses alone
-
-    @staticmethod
-    def carries(table: SpanTable) -> bool:
-        """Whether it has all kernels of `table`: all but grouped, which is there to compare."""
-        return CopyPath.GROUPED not in table.paths
 
     def launch(
         self,
@@ -177,20 +165,18 @@ class CompiledStaging:
         told.bad_pages = commands.bad_pages
         told.interval = None if interval is None else interval.first.address
         self._launcher.begin(plan, table, commands)
-        events = arrivals.events(len(table.steps) if layout.pieces else 0)
-        num_noted = 0
+        marks = arrivals.marks([step.layers for step in table.steps] if layout.pieces else [])
+        num_recorded = 0
         try:
-            handles = (ctypes.c_void_p * len(events))(*[one.address for one in events])
-            told.reached = ctypes.addressof(handles)
+            told.reached = marks.address
             status = submit_staged(self._library, told)
             if interval is not None and told.interval_begun:
                 interval.begun()
-            num_noted = told.num_reached
-            arrivals.note((step.layers for step in table.steps[:num_noted]), events[:num_noted])
+            num_recorded = told.num_reached
             if status:
                 raise self._refused(told, status, plan.direction)
         finally:
-            arrivals.put_back(events[num_noted:])
+            marks.settle(num_recorded)
 
     def _layout(
         self, plan: TransferPlan, route: Route, table: SpanTable, pieces: Sequence[Piece]
@@ -223,7 +209,7 @@ class CompiledStaging:
             self._pinned.chunk_of(told.detail)  # it raises, and knows why
         code = self._driver.bindings.CUresult(status)
         if step is SubmitStep.LAUNCH:
-            return self._launcher.refused(told.detail, self._blocks, code)
+            return self._launcher.refused(LaunchArgs.from_address(told.detail), code)
         if step is SubmitStep.RECORD:
             return self._begun[direction].not_recorded(code)
         if step is SubmitStep.WAIT:

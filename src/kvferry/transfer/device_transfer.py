@@ -38,7 +38,7 @@ class DeviceTransfer(TransferHandle):
         plan: TransferPlan,
         route: Route,
         *,
-        mover: str,
+        interpreted: bool,
         verified: bool,
         context: Context,
         current_stream: Callable[[], int],
@@ -67,7 +67,7 @@ class DeviceTransfer(TransferHandle):
         self.lost = False
         """Nobody can tell any more when it ends: it keeps what it holds for ever."""
 
-        self._mover = mover
+        self._interpreted = interpreted
         self._verified = verified
         self._context = context
         self._current_stream = current_stream
@@ -83,10 +83,13 @@ class DeviceTransfer(TransferHandle):
 
     @property
     def path(self) -> str:
-        table = self.held.table
-        words = [] if table is None else [table.path]
-        if self.route.mover is Mover.STAGED or not words:
-            words.insert(0, self._mover)
+        table, mover = self.held.table, self.route.mover
+        words = [mover.value] if mover is Mover.STAGED or table is None else []
+        if table is not None:
+            # Grouped kernels are launched from Python wherever they are asked for.
+            if self._interpreted and not table.has_grouped:
+                words.append("interpreted")
+            words.append(table.path)
         return " ".join(words)
 
     @property

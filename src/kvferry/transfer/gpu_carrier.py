@@ -25,7 +25,7 @@ from kvferry.transfer.device_transfer import DeviceTransfer
 from kvferry.transfer.holdings import Holdings
 from kvferry.transfer.in_flight import InFlight
 from kvferry.transfer.link_clock import LinkClock
-from kvferry.transfer.movers import StagedMover, Streams, launch_direct
+from kvferry.transfer.movers import DirectMover, StagedMover, Streams
 from kvferry.transfer.profile_store import load_profile
 from kvferry.transfer.router import Router
 from kvferry.transfer.span_launcher import SpanLauncher
@@ -94,6 +94,7 @@ class GpuCarrier:
             self._streams = {way: Streams.make(context, kept) for way in Direction}
             self._setup = kept(Stream(context))
             self._ready = {way: kept(Event(context)) for way in Direction}
+            self._direct = DirectMover(context, self._launcher, compiled=options.compiled)
             self._staged: StagedMover | None = None
             if self._router.can_stage:
                 self._staged = kept(
@@ -168,7 +169,8 @@ class GpuCarrier:
             transfer = DeviceTransfer(
                 plan,
                 route,
-                mover=self._mover_name(route),
+                # Where the driver is called from Python, which takes longer.
+                interpreted=not self._direct.compiled,
                 verified=self._verify,
                 context=self._context,
                 current_stream=self.current_stream,
@@ -221,7 +223,7 @@ class GpuCarrier:
             # Where one of these fails, the graph may hold the others: nothing is given back.
             commands.copy_in(theirs)
             commands.keep_rows(theirs)
-            launch_direct(self._launcher, plan, table, commands, theirs, None)
+            self._direct.launch(plan, table, commands, theirs, None)
             self._launcher.finish(plan, table, commands, theirs)
             commands.copy_out(theirs)
             return captured
@@ -231,11 +233,6 @@ class GpuCarrier:
             if captured in self._captured:
                 self._captured.remove(captured)
             captured.held.give_back()
-
-    def _mover_name(self, route: Route) -> str:
-        """The mover of `route`, and whether it calls the driver from Python, which takes longer."""
-        staged = self._staged if route.mover is Mover.STAGED else None
-        return f"{route.mover.value}{' interpreted' if staged and not staged.compiled else ''}"
 
     def _nothing_yet(self, plan: TransferPlan) -> Holdings:
         """What a transfer holds before it has anything, where the engine takes one."""
@@ -291,7 +288,7 @@ class GpuCarrier:
         if staged is None:
             if interval is not None:
                 interval.begin(streams.kernels)
-            launch_direct(self._launcher, plan, table, commands, streams.kernels, arrivals)
+            self._direct.launch(plan, table, commands, streams.kernels, arrivals)
             transfer.moved = transfer.layers[plan.model_layers[-1]]
         else:
             staged.launch(plan, route, table, commands, streams, arrivals, interval)

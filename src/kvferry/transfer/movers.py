@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvferry.kernels import RELAYOUT_BLOCKS
 from kvferry.kernels.jit import Event, Stream
 from kvferry.transfer.closing import close_all
+from kvferry.transfer.compiled_direct import CompiledDirect
 from kvferry.transfer.compiled_staging import CompiledStaging
 from kvferry.transfer.host_copies import HostCopies
 from kvferry.transfer.staging import SHORT_PIECE_BYTES, piece_capacity, pieces_of
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from kvferry.transfer.span_table import SpanTable
     from kvferry.transfer.staging import Piece
 
-__all__ = ["DEFAULT_STAGING_BYTES", "StagedMover", "Streams", "launch_direct"]
+__all__ = ["DEFAULT_STAGING_BYTES", "DirectMover", "StagedMover", "Streams"]
 
 DEFAULT_STAGING_BYTES = 64 << 20
 """Of one direction."""
@@ -63,23 +64,49 @@ class Streams(NamedTuple):
         )
 
 
-def launch_direct(
-    launcher: SpanLauncher,
-    plan: TransferPlan,
-    table: SpanTable,
-    commands: CommandBuffer,
-    kernels: Stream,
-    arrivals: Arrivals | None,
-) -> None:
-    """The direct mover: kernels in `kernels` read and write host memory in place.
+class DirectMover:
+    """The direct mover: kernels read and write host memory in place.
 
-    `arrivals` is None inside a graph, where no layer is waited for.
+    The context must be current for every call.
+
+    Args:
+        context: Of the GPU.
+        launcher: Of the mover's engine.
+        compiled: What calls the driver; None: Python does.
     """
-    launcher.begin(plan, table, commands)
-    for step in table.steps:
-        launcher.launch(step, kernels)
-        if arrivals is not None:
-            arrivals.mark(step.layers, kernels)
+
+    def __init__(
+        self, context: Context, launcher: SpanLauncher, *, compiled: ctypes.CDLL | None
+    ) -> None:
+        self._launcher = launcher
+        self._compiled = (
+            CompiledDirect(compiled, context, launcher) if compiled is not None else None
+        )
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the driver is called from compiled code."""
+        return self._compiled is not None
+
+    def launch(
+        self,
+        plan: TransferPlan,
+        table: SpanTable,
+        commands: CommandBuffer,
+        kernels: Stream,
+        arrivals: Arrivals | None,
+    ) -> None:
+        """Enqueue `plan` in `kernels`; `arrivals` is None inside a graph, where no layer is waited
+        for."""
+        if self._compiled is not None and arrivals is not None and not table.has_grouped:
+            self._compiled.launch(plan, table, commands, kernels, arrivals)
+            return
+        # Call after call, from here; csrc/direct_submit.c makes the same ones.
+        self._launcher.begin(plan, table, commands)
+        for step in table.steps:
+            self._launcher.launch(step, kernels)
+            if arrivals is not None:
+                arrivals.mark(step.layers, kernels)
 
 
 class StagedMover:
@@ -143,11 +170,6 @@ class StagedMover:
             raise
 
     @property
-    def compiled(self) -> bool:
-        """Whether the driver is called from compiled code."""
-        return self._compiled is not None
-
-    @property
     def batched(self) -> bool:
         """Whether many pieces can be copied in one call."""
         return self._copies.batched
@@ -173,7 +195,7 @@ class StagedMover:
         `interval` is told where the first copy begins.
         """
         pieces = self._pieces(plan, route)
-        if self._compiled is not None and self._compiled.carries(table):
+        if self._compiled is not None and not table.has_grouped:
             self._compiled.launch(plan, route, table, commands, streams, pieces, arrivals, interval)
         else:
             self._launch(plan, route, table, commands, streams, pieces, arrivals, interval)

@@ -126,22 +126,26 @@ class SpanLauncher:
         """What all kernels read; `begin` fills it."""
         return self._kernels.transfer
 
-    def relayouts(self, step: Step, blocks: int) -> list[LaunchArgs]:
-        """What `launch_staged` launches for a step of flat and realign, for compiled code."""
+    def in_place(self, step: Step, is_load: bool) -> list[LaunchArgs]:
+        """What `launch` launches for a step of flat and realign, for compiled code."""
         return [
-            self._kernels.relayout(
-                launch.path,
-                self._blocks or blocks,
-                first_span=launch.first,
-                num_spans=launch.num_spans,
-                page_work=launch.page_work,
+            self._told(
+                launch,
+                self._blocks or default_blocks(launch.path, is_load, launch.host_run),
+                relayout=False,
             )
             for launch in step.launches
         ]
 
-    def refused(self, function: int, blocks: int, status: Any) -> DriverError:
-        """What to raise where compiled code could not launch `function`, of `relayouts`."""
-        return self._kernels.refused(function, self._blocks or blocks, status)
+    def relayouts(self, step: Step, blocks: int) -> list[LaunchArgs]:
+        """What `launch_staged` launches for a step of flat and realign, for compiled code."""
+        return [
+            self._told(launch, self._blocks or blocks, relayout=True) for launch in step.launches
+        ]
+
+    def refused(self, launch: LaunchArgs, status: Any) -> DriverError:
+        """What to raise where compiled code could not carry out `launch`."""
+        return self._kernels.refused(launch, status)
 
     def finish(
         self, plan: Launched, table: SpanTable, commands: LaunchMemory, stream: Stream
@@ -152,6 +156,16 @@ class SpanLauncher:
             args = self._kernels.transfer
             args.first_span, args.num_spans = 0, table.num_spans
             self._kernels.finish(table.num_spans * plan.num_pages, stream.handle)
+
+    def _told(self, launch: Launch, blocks: int, *, relayout: bool) -> LaunchArgs:
+        return self._kernels.launch_args(
+            launch.path,
+            blocks,
+            relayout=relayout,
+            first_span=launch.first,
+            num_spans=launch.num_spans,
+            page_work=launch.page_work,
+        )
 
     def _select(self, commands: LaunchMemory, first_page: int, num_pages: int) -> None:
         args = self._kernels.transfer

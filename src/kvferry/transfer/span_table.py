@@ -58,6 +58,9 @@ class SpanTable:
         self.num_spans = len(ordered)
         self.max_pages = pages_per_launch([one.args for one in ordered])
         self.paths = frozenset(one.path for one in ordered)
+        self.has_grouped = CopyPath.GROUPED in self.paths
+        """Whether some are launched from Python alone: grouped ones, which are there to compare."""
+
         self.path = "+".join(path.value for path in CopyPath if path in self.paths)
         """The kernels that carry the plan, for people."""
 

@@ -214,7 +214,7 @@ class SchedulerSide:
         manager, size = self.manager, self._page_size
         end = (tracked.skip + num_external) // size
         first = tracked.skip // size
-        wanted = dataclasses.replace(found, num_tokens=end * size, lease=None)
+        wanted = found.up_to(end * size)
         self._collect()
         handle = manager.load(wanted, self._rows(tracked, first, end), skip_tokens=tracked.skip)
         for command in self._queue.take():
@@ -228,7 +228,7 @@ class SchedulerSide:
         if lost:
             blocks = [block for page in lost for block in self._blocks(tracked, page)]
             self._meta.lost_blocks[tracked.request_id] = tuple(blocks)
-        fetched = 0 if tracked.fetch is None else tracked.fetch.num_fetched * size
+        fetched = 0 if tracked.fetch is None else tracked.fetch.num_pages * size
         tracked.from_storage = min(fetched, num_external)
 
     def tokens_by_tier(self, request: Any, num_external: int) -> dict[Tier, int]:

@@ -4,18 +4,7 @@
  * arguments; tests hold the two against each other. The driver is known by the addresses of its
  * functions alone, so that neither CUDA's headers nor its library are needed to build this. */
 
-#include "staged_submit.h"
-
-#define KVFERRY_EXPORT __attribute__((visibility("default")))
-
-#define TRY(kind, call)         \
-  do {                          \
-    const int status_ = (call); \
-    if (status_) {              \
-      s->step = (kind);         \
-      return status_;           \
-    }                           \
-  } while (0)
+#include "submit.h"
 
 static int in_the_way(const struct kvferry_ring *ring, const struct kvferry_room *room,
                       uint64_t begin, uint64_t end) {
@@ -270,13 +259,8 @@ static int launch_piece(struct kvferry_staged *s, const struct kvferry_piece *pi
   *to->host_base = staging;
   for (int64_t which = 0; which < group->num_launches; ++which) {
     const struct kvferry_launch *one = &group->launches[which];
-    *to->first_span = (uint32_t)one->first_span;
-    *to->num_spans = (uint32_t)one->num_spans;
-    *to->items_per_span =
-        (uint32_t)((one->page_work * piece->num_pages + one->depth - 1) / one->depth);
-    s->detail = (uint64_t)(uintptr_t)one->function;
-    TRY(kLaunch, s->launch(one->function, (unsigned)one->blocks, 1, 1, (unsigned)one->threads, 1, 1,
-                           (unsigned)one->shared_bytes, lane, one->parameters, NULL));
+    s->detail = (uint64_t)(uintptr_t)one;
+    TRY(kLaunch, start_kernel(s->launch, one, to, piece->num_pages, lane));
   }
   return 0;
 }

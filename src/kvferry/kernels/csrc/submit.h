@@ -1,7 +1,8 @@
-/* What staged_submit.c is handed; its twin in Python is kvferry/kernels/staged_call.py. */
+/* What staged_submit.c and direct_submit.c are handed; their twin in Python is
+ * kvferry/kernels/submit_call.py. */
 
-#ifndef KVFERRY_STAGED_SUBMIT_H_
-#define KVFERRY_STAGED_SUBMIT_H_
+#ifndef KVFERRY_SUBMIT_H_
+#define KVFERRY_SUBMIT_H_
 
 #include <stddef.h>
 #include <stdint.h>
@@ -84,6 +85,12 @@ struct kvferry_fields {
   uint32_t *num_pages, *first_page, *first_span, *num_spans, *items_per_span;
 };
 
+/* The kernels of some model layers that are complete together. */
+struct kvferry_launches {
+  const struct kvferry_launch *launches;
+  int64_t num_launches;
+};
+
 enum kvferry_step { kNothing, kLaunch, kRecord, kWait, kCopyRows, kCopyPieces, kNotPinned };
 
 struct kvferry_staged {
@@ -125,4 +132,42 @@ struct kvferry_staged {
   uint64_t detail;
 };
 
-#endif /* KVFERRY_STAGED_SUBMIT_H_ */
+struct kvferry_direct {
+  launch_fn launch;
+  record_fn record;
+  void *stream;
+  const struct kvferry_launches *steps;
+  int64_t num_steps, num_pages;
+  struct kvferry_fields fields;
+  void *const *reached; /* an event of each step */
+
+  /* out */
+  int64_t num_reached;
+  int64_t step; /* what failed: `kvferry_step` */
+  uint64_t detail;
+};
+
+#define KVFERRY_EXPORT __attribute__((visibility("default")))
+
+/* Ends the function with what the driver said, if that is not 0. */
+#define TRY(kind, call)         \
+  do {                          \
+    const int status_ = (call); \
+    if (status_) {              \
+      s->step = (kind);         \
+      return status_;           \
+    }                           \
+  } while (0)
+
+/* Starts one kernel for `num_pages` pages, which `fields` are filled in for but for the spans. */
+static inline int start_kernel(launch_fn launch, const struct kvferry_launch *one,
+                               const struct kvferry_fields *fields, int64_t num_pages,
+                               void *stream) {
+  *fields->first_span = (uint32_t)one->first_span;
+  *fields->num_spans = (uint32_t)one->num_spans;
+  *fields->items_per_span = (uint32_t)((one->page_work * num_pages + one->depth - 1) / one->depth);
+  return launch(one->function, (unsigned)one->blocks, 1, 1, (unsigned)one->threads, 1, 1,
+                (unsigned)one->shared_bytes, stream, one->parameters, NULL);
+}
+
+#endif /* KVFERRY_SUBMIT_H_ */

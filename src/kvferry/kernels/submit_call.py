@@ -1,4 +1,4 @@
-"""What csrc/staged_submit.c is handed: the ctypes twins of staged_submit.h, field by field."""
+"""What csrc/staged_submit.c and direct_submit.c are handed: the ctypes twins of submit.h."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from enum import IntEnum
 from kvferry.kernels.transfer_args import TransferArgs
 
 __all__ = [
+    "DRIVER_FUNCTIONS",
     "BandArgs",
     "ChunkArgs",
+    "DirectArgs",
     "FieldArgs",
     "GroupArgs",
     "LaunchArgs",
+    "LaunchesArgs",
     "PieceArgs",
     "RingArgs",
     "RoomArgs",
@@ -21,6 +24,15 @@ __all__ = [
     "SubmitStep",
     "fields_of",
 ]
+
+DRIVER_FUNCTIONS = {
+    "launch": ("cuLaunchKernel", 4000),
+    "record": ("cuEventRecord", 2000),
+    "wait": ("cuStreamWaitEvent", 3020),
+    "copy_rows": ("cuMemcpy2DAsync", 3020),
+}
+"""By field: what is called of the driver, in the form of which version; a newer one may take other
+arguments."""
 
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int64
@@ -70,6 +82,12 @@ class GroupArgs(ctypes.Structure):
         ("launches", _Pointer),
         ("num_launches", _Int),
     )
+
+
+class LaunchesArgs(ctypes.Structure):
+    """The kernels of a `Step`: the address of an array, and how many are in it."""
+
+    _fields_ = (("launches", _Pointer), ("num_launches", _Int))
 
 
 class ChunkArgs(ctypes.Structure):
@@ -167,6 +185,24 @@ class StagedArgs(ctypes.Structure):
         ("max_parts", _Int),
         ("num_reached", _Int),
         ("interval_begun", _Int),
+        ("step", _Int),
+        ("detail", _Address),
+    )
+
+
+class DirectArgs(ctypes.Structure):
+    """One transfer, and what became of it in ``num_reached`` and the fields after it."""
+
+    _fields_ = (
+        ("launch", _Pointer),
+        ("record", _Pointer),
+        ("stream", _Pointer),
+        ("steps", _Pointer),
+        ("num_steps", _Int),
+        ("num_pages", _Int),
+        ("fields", FieldArgs),
+        ("reached", _Pointer),
+        ("num_reached", _Int),
         ("step", _Int),
         ("detail", _Address),
     )
