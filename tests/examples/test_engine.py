@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,8 +218,7 @@ def test_blocks_stay_with_a_store_that_reads_them(make: Callable[..., Engine]) -
     request = engine.submit(_QUESTIONS[0], 1)
     engine.step()
     (left,) = engine.leaving
-    store = left.stores[0]
-    store.done = False
+    left.stores[0] = store = SimpleNamespace(done=False)
     engine.step()
     assert left is request
     assert not set(request.blocks) & set(engine.free)
