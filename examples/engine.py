@@ -166,7 +166,7 @@ class Engine:
         if self.running:
             self._decode([one for one in self.running if len(one.output) < one.max_new])
             self._leave()
-        elif self.cache:
+        elif self.cache and (self.waiting or self.leaving):
             self.cache.wait(0.01)  # nothing to compute: for storage, or for blocks
 
     def run(self) -> None:

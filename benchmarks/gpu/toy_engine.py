@@ -2,17 +2,19 @@
 
     python3 benchmarks/gpu/toy_engine.py --json benchmarks/results/toy_engine.json
 
-    tokens       tokens/s of requests that run together: without a cache, with one that finds and
-                 stores nothing, with one that stores all, and with one that has every prompt
+    idle         what a cache that finds and stores nothing costs: three engines in lockstep,
+                 without a cache, with an idle one, and without one again, which is the control
+    repeats      whether the model computes the same bits twice here, with nobody's cache
+    tokens       tokens/s of requests that run together: without a cache, with one that stores all,
+                 and with one that has every prompt
+    answers      whether all those ways give the same answers, in float32
     first_token  from submitting one long prompt to its first token: computed, from the host, and
                  from files
 
-`off again` is the control: what two rounds differ by that are alike, in time and in answers.
-`in calls` is the share of an idle round that passes inside of calls of the cache: rounds are not
-alike enough on every machine to tell a percent, and this is what of it can be counted.
-
-Rounds go through the ways in turns, in one engine, and figures are medians over the rounds. Seconds
-are those of a caller. No figure is told unless hits are as many as they should be.
+`cost` is the median over rounds of how much longer the idle engine took than the one without a
+cache, and `low` to `high` has that median with 95 %. `in_calls` is the share of the idle engine's
+time that passes inside of kvferry, counted call by call. Seconds are those of a caller. No figure
+is told unless hits are as many as they should be.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import rig
+from lockstep import Counted, Spent, in_lockstep, median_interval, quiet
 
 if TYPE_CHECKING:
     from kvferry import KVFerry
@@ -37,7 +40,9 @@ if TYPE_CHECKING:
 _EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 _PLENTY_SECS = 120.0
 _ROOM_PAGES = 16
-_WAYS = ("off", "idle", "off again", "stores", "hits")
+_LEAST_ROUNDS, _WARM_ROUNDS = 15, 2
+_SIDES = ("off", "idle", "off again")
+_WAYS = ("off", "stores", "hits")
 
 
 def main() -> int:
@@ -59,13 +64,15 @@ def arguments() -> argparse.ArgumentParser:
     add("--layers", type=int, default=16)
     add("--width", type=int, default=1024)
     add("--words", type=int, default=32000)
-    add("--requests", type=int, default=16, help="of a round; 8 run together")
+    add("--requests", type=int, default=8, help="of a round; 8 run together")
     add("--prompt", type=int, default=2050, help="tokens of each of them")
     add("--new", type=int, default=96, help="tokens that each generates")
     add("--long", type=int, default=16386, help="tokens of the long prompt")
     add("--chunk", type=int, default=2048, help="tokens of a prompt computed at once")
     add("--folder", type=pathlib.Path, help="where files go; the system's folder for such, else")
-    add("--rounds", type=int, default=11)
+    add("--rounds", type=int, default=24, help="of engines in lockstep, after two that warm up")
+    add("--seconds", type=float, default=40.0, help="no more rounds then, once there are 15")
+    add("--turns", type=int, default=4, help="of the other figures, after one that warms up")
     return parser
 
 
@@ -73,31 +80,6 @@ def line_of(row: dict[str, Any]) -> str:
     """A row as it is printed."""
     more = [f"{name.replace('_', ' ')} {row[name]}" for name in row if name not in ("case", "what")]
     return "  ".join([f"{row['case']:12}", f"{row['what']:20}", *more])
-
-
-def cost(off: Sequence[float], on: Sequence[float]) -> float:
-    """How much slower `on` is, as a share: the median of rounds that ran side by side."""
-    return statistics.median(before / after - 1 for before, after in zip(off, on, strict=True))
-
-
-class _Timed:
-    """A cache that adds up how long its calls take."""
-
-    def __init__(self, cache: KVFerry) -> None:
-        self._cache = cache
-        self.seconds = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._cache, name)
-
-        def timed(*args: Any, **given: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return call(*args, **given)
-            finally:
-                self.seconds += time.perf_counter() - began
-
-        return timed
 
 
 class Serving:
@@ -110,28 +92,44 @@ class Serving:
             sys.path.append(str(_EXAMPLES))
         import engine as toy
 
-        self.args, self.device = args, device
+        self.args, self.device, self.toy = args, device, toy
+        self.page_size: int = toy.PAGE
+        self.rng = np.random.default_rng(1)
+        self._build(torch.bfloat16)
+
+    def _build(self, dtype: Any) -> None:
+        """The model, and an engine with its pool."""
+        args, toy = self.args, self.toy
         shape = toy.Shape(
             layers=args.layers, width=args.width, heads=args.width // 64,
-            kv_heads=max(1, args.width // 128), dim=64, words=args.words, dtype=torch.bfloat16,
+            kv_heads=max(1, args.width // 128), dim=64, words=args.words, dtype=dtype,
         )  # fmt: skip
-        self.model = toy.Model(shape, device)
-        weights = [one for one in vars(self.model).values() if isinstance(one, torch.Tensor)]
-        self.model_bytes = sum(one.numel() * one.element_size() for one in weights)
+        self.model = toy.Model(shape, self.device)
         longest = max(8 * (args.prompt + args.new + toy.BLOCK), args.long + 2 * toy.BLOCK)
-        self.pool = self.model.new_pool(-(-longest // toy.BLOCK))
+        self.num_blocks = -(-longest // toy.BLOCK)
+        self.engine = self._engine()
+        self.pool = self.engine.pool
         self.token_bytes = self.pool[:, 0].numel() * self.pool.element_size()
-        self.engine: Any = toy.Engine(self.model, self.pool, chunk=args.chunk)
-        self.page_size = toy.PAGE
-        self.open_cache = toy.open_cache
-        self.rng = np.random.default_rng(1)
+
+    def _engine(self) -> Any:
+        pool = self.model.new_pool(self.num_blocks)
+        return self.toy.Engine(self.model, pool, chunk=self.args.chunk)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """All figures."""
-        with self._cache(self.args.requests * (self.args.prompt + self.args.new)) as cache:
+        import torch
+
+        num_tokens = self.args.requests * (self.args.prompt + self.args.new)
+        yield from self._idle()
+        yield self._repeats()
+        with self._cache(num_tokens) as cache:
             yield from self._tokens(cache)
         with self._cache(self.args.long) as cache:
             yield from self._first_token(cache)
+        self._build(torch.float32)
+        yield self._repeats()
+        with self._cache(num_tokens) as cache:
+            yield from self._answers(cache)
 
     def _cache(self, num_tokens: int, **sections: Any) -> KVFerry:
         page_bytes = self.page_size * self.token_bytes
@@ -139,62 +137,153 @@ class Serving:
         prefetch = {"policy": "wait_complete", "max_secs": _PLENTY_SECS, "threshold_tokens": 1,
                     "budget_pages": num_tokens // self.page_size + 1}  # fmt: skip
         given = {"host": {"num_bytes": num_bytes}, "prefetch": prefetch, **sections}
-        made: KVFerry = self.open_cache(self.pool, **given)
+        made: KVFerry = self.toy.open_cache(self.pool, **given)
         return made
 
     def _prompt(self, num_tokens: int) -> list[int]:
         drawn: list[int] = self.rng.integers(0, self.args.words, num_tokens).tolist()
         return drawn
 
+    def _prompts(self) -> list[list[int]]:
+        return [self._prompt(self.args.prompt) for _ in range(self.args.requests)]
+
+    # ---------------------------------------------------------------------------- idle
+
+    def _idle(self) -> Iterator[dict[str, Any]]:
+        """What an engine with nothing in its cache takes, over one that has none."""
+        args = self.args
+        engines = {way: self._engine() for way in _SIDES}
+        took: dict[str, list[float]] = {way: [] for way in _SIDES}
+        shares: list[float] = []
+        per_step: list[float] = []
+        with self.toy.open_cache(
+            engines["idle"].pool,
+            host={"num_bytes": _ROOM_PAGES * self.page_size * self.token_bytes * 2},
+        ) as cache:
+            cache.switches.flip(store=False)
+            began = time.monotonic()
+            for turn in range(_WARM_ROUNDS + args.rounds):
+                late = time.monotonic() - began > args.seconds
+                if late and turn >= _WARM_ROUNDS + _LEAST_ROUNDS:
+                    break
+                spent = Spent()
+                engines["idle"].cache = Counted(cache, spent)
+                seconds, asked = in_lockstep(engines, self._prompts(), args.new, turn=turn)
+                found = sum(one.hits for way in _SIDES for one in asked[way])
+                assert not found, found
+                if turn < _WARM_ROUNDS:
+                    continue
+                for way in _SIDES:
+                    took[way].append(seconds[way])
+                shares.append(spent.seconds / seconds["idle"])
+                per_step.append(spent.seconds / args.new)
+        for way in _SIDES:
+            pairs = zip(took[way], took["off"], strict=True)
+            cost = median_interval([one / other - 1 for one, other in pairs])
+            rates = [args.requests * args.new / one for one in took[way]]
+            row: dict[str, Any] = {
+                "case": "idle", "what": way, "tokens_per_sec": round(statistics.median(rates), 1),
+                "rounds": len(rates), "spread": round(max(rates) / min(rates) - 1, 4),
+            }  # fmt: skip
+            if way != "off":
+                row |= {name: round(value, 5) for name, value in cost._asdict().items()}
+                row["cost"] = row.pop("median")
+            if way == "idle":
+                row["in_calls"] = round(statistics.median(shares), 5)
+                row["us_per_step"] = round(statistics.median(per_step) * 1e6, 1)
+            yield row
+
+    def _repeats(self) -> dict[str, Any]:
+        """A prompt and a step of all, each computed twice into the same places."""
+        import torch
+
+        args, device = self.args, self.device
+        batch, count = self.toy.MAX_RUNNING, args.prompt
+        slots = torch.arange(batch * count, device=device).view(batch, count)
+        drawn = torch.tensor([self._prompt(count) for _ in range(batch)], device=device)
+        row: dict[str, Any] = {"case": "repeats", "what": str(self.pool.dtype).split(".")[-1]}
+        first = torch.zeros(1, dtype=torch.int64, device=device)
+        last = torch.full((batch,), count - 1, dtype=torch.int64, device=device)
+        calls = {
+            "prompt": (drawn[:1, :-1], first, slots[:1]),
+            "step": (drawn[:, -1:], last, slots),
+        }
+        with torch.inference_mode():
+            for name, given in calls.items():
+                made = []
+                for _ in range(2):
+                    tokens = self.model.forward(self.pool, *given)
+                    made.append((self.pool.clone(), tokens))
+                (one, said), (two, again) = made
+                differ = (one != two).flatten(1).any(1).nonzero().flatten().tolist()
+                row[name] = "the same bits"
+                if differ:
+                    row[name] = f"other bits from layer {differ[0]} on"
+                elif not torch.equal(said, again):
+                    row[name] = "other bits behind the layers"
+        return row
+
     # ------------------------------------------------------------------------ together
+
+    def _round(self, cache: KVFerry, way: str, prompts: list[list[int]]) -> tuple[float, list[Any]]:
+        """Seconds and requests of one way."""
+        self.engine.cache = None if way.startswith("off") else cache
+        cache.switches.flip(store=way in ("stores", "hits"))
+        if way != "hits":
+            cache.reset()
+        with quiet():
+            began = time.perf_counter()
+            asked = [self.engine.submit(prompt, self.args.new) for prompt in prompts]
+            self.engine.run()
+            took = time.perf_counter() - began
+        self.engine.cache = None
+        hits = sum(one.hits for one in asked)
+        pages = (self.args.prompt - 1) // self.page_size
+        assert hits == (way == "hits") * len(prompts) * pages * self.page_size, (way, hits)
+        return took, asked
 
     def _tokens(self, cache: KVFerry) -> Iterator[dict[str, Any]]:
         """Tokens a second, all ways in turns: every way has the same prompts in a round."""
-        args = self.args
-        rates: dict[str, list[float]] = {way: [] for way in _WAYS}
-        hits, outputs, differing = 0, dict[str, list[list[int]]](), dict.fromkeys(rates, 0)
-        shares: list[float] = []
-        for turn in range(args.rounds + 1):
-            prompts = [self._prompt(args.prompt) for _ in range(args.requests)]
-            # Neither of the two that are compared is always the first.
-            compared = _WAYS[:3] if turn % 2 else _WAYS[2::-1]
-            for way in (*compared, *_WAYS[3:]):
-                timed = _Timed(cache)
-                self.engine.cache = {"off": None, "off again": None, "idle": timed}.get(way, cache)
-                cache.switches.flip(store=way in ("stores", "hits"))
-                if way != "hits":
-                    cache.reset()
-                began = time.perf_counter()
-                asked = [self.engine.submit(prompt, args.new) for prompt in prompts]
-                self.engine.run()
-                took = time.perf_counter() - began
+        took: dict[str, list[float]] = {way: [] for way in _WAYS}
+        hits = 0
+        for turn in range(self.args.turns + 1):
+            prompts = self._prompts()
+            for way in _WAYS:
+                seconds, asked = self._round(cache, way, prompts)
                 hits = sum(one.hits for one in asked)
-                pages = (args.prompt - 1) // self.page_size
-                assert hits == (way == "hits") * args.requests * pages * self.page_size, (way, hits)
-                outputs[way] = [one.output for one in asked]
                 if turn:  # the first warms up
-                    rates[way].append(args.requests * args.new / took)
-                if turn and way == "idle":
-                    shares.append(timed.seconds / took)
-            for way in rates:
-                pairs = zip(outputs[way], outputs["off"], strict=True)
-                differing[way] += sum(found != expected for found, expected in pairs)
-        self.engine.cache = None
-        for way, found in rates.items():
+                    took[way].append(seconds)
+        for way, found in took.items():
+            pairs = zip(took["off"], found, strict=True)
+            rates = [self.args.requests * self.args.new / one for one in found]
             row = {
                 "case": "tokens", "what": way,
-                "tokens_per_sec": round(statistics.median(found), 1),
-                "over_off": round(1 / (1 + cost(rates["off"], found)), 4),
-                "spread": round(max(found) / min(found) - 1, 4), "differing": differing[way],
+                "tokens_per_sec": round(statistics.median(rates), 1),
+                "over_off": round(statistics.median(off / one for off, one in pairs), 4),
+                "spread": round(max(rates) / min(rates) - 1, 4),
             }  # fmt: skip
             if way == "off":
-                row["model_mb"] = round(self.model_bytes / 1e6)
-            if way == "idle":
-                row["cost"] = round(cost(rates["off"], found), 4)
-                row["in_calls"] = round(statistics.median(shares), 4)
+                row["model_mb"] = round(self._model_bytes() / 1e6)
             if way == "hits":
                 row["hit_tokens"] = hits
             yield row
+
+    def _model_bytes(self) -> int:
+        import torch
+
+        weights = [one for one in vars(self.model).values() if isinstance(one, torch.Tensor)]
+        return sum(one.numel() * one.element_size() for one in weights)
+
+    def _answers(self, cache: KVFerry) -> Iterator[dict[str, Any]]:
+        """All ways once, with the same prompts; rows of a batch are the same in all of them."""
+        prompts = self._prompts()[: self.toy.MAX_RUNNING]
+        outputs = {}
+        for way in ("off", "off again", "idle", "stores", "hits"):
+            outputs[way] = [one.output for one in self._round(cache, way, prompts)[1]]
+        for way in list(outputs)[1:]:
+            pairs = zip(outputs[way], outputs["off"], strict=True)
+            differing = sum(found != expected for found, expected in pairs)
+            yield {"case": "answers", "what": way, "of": len(prompts), "differing": differing}
 
     # --------------------------------------------------------------------- first token
 
@@ -224,7 +313,7 @@ class Serving:
         self, what: str, prepare: Any, hits: int, prompt: list[int] | None = None
     ) -> dict[str, Any]:
         seconds = []
-        for turn in range(self.args.rounds + 1):
+        for turn in range(self.args.turns + 1):
             prepare()
             given = prompt or self._prompt(self.args.long)
             took, found = self._ask(given)

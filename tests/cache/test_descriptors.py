@@ -24,7 +24,9 @@ cache = KVFerry(
     namespace=Namespace(model="m", revision="1", dtype="u8", geometry=geometry.fingerprint),
     host={"num_bytes": "64KiB"},  # 16 pages
     load={"threshold_tokens": 1},
-    storage={"enabled": True, "path": sys.argv[1], "capacity_bytes": "1MiB"},
+    storage={
+        "enabled": True, "path": sys.argv[1], "capacity_bytes": "1MiB", "breaker_failures": 10**6,
+    },
     prefetch={"policy": "wait_complete", "threshold_tokens": 1},
 )
 def descriptors():
@@ -45,16 +47,37 @@ def load(number):
     return loaded.usable_tokens
 """
 
+_WITHOUT = """
+def without_descriptors(call, number):
+    taken = []
+    try:
+        while True:
+            taken.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError:
+        pass
+    try:
+        return call(number)
+    finally:
+        for one in taken:
+            os.close(one)
+"""
+
 _MANY = """
-before, hits = None, 0
+before, hits, failed = None, 0, 0
 for number in range(250):
     assert store(number).complete
     usable = [load(number), load(max(number - 3, 0)), load(10**6)]
     assert usable[0] == 40 and usable[2] == 0, usable
     hits += usable[1]
+    if number % 10 == 9:  # what fails leaves none open either, and is told by a value
+        told = without_descriptors(store, 10**7 + number)
+        assert not told.complete and told.num_unstored, told
+        assert number < 20 or without_descriptors(load, number - 20) == 0
+        assert cache.flush(30).complete  # there are some again
+        failed += 1
     if number == 20:
         before = descriptors()
-assert hits == 250 * 40, hits
+assert (hits, failed) == (250 * 40, 25), (hits, failed)
 assert descriptors() <= before, (before, descriptors())
 print("done")
 cache.close()
@@ -63,15 +86,7 @@ cache.close()
 _NONE = """
 assert store(0).complete
 cache.reset()
-taken = []
-try:
-    while True:
-        taken.append(os.open("/dev/null", os.O_RDONLY))
-except OSError:
-    pass
-usable = load(0)  # it cannot be read just now: a miss, and no error of the caller
-for one in taken:
-    os.close(one)
+usable = without_descriptors(load, 0)  # a miss just now, and no error of the caller
 assert usable == 0, usable
 assert store(1).complete
 assert load(1) == 40
@@ -83,7 +98,7 @@ cache.close()
 
 def _run(script: str, folder: Path) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", _START + script, str(folder)],
+        [sys.executable, "-c", _START + _WITHOUT + script, str(folder)],
         env={**os.environ, "PYTHONPATH": str(Path(kvferry.__file__).parents[1])},
         capture_output=True,
         text=True,
@@ -95,7 +110,7 @@ def _run(script: str, folder: Path) -> str:
 
 
 def test_few_descriptors_are_enough(tmp_path: Path) -> None:
-    """10,000 pages stored, looked for, read back and missed, with 64 descriptors: none is left."""
+    """10,000 pages stored, looked for, read back, missed and failed, with 64: none is left open."""
     assert _run(_MANY, tmp_path / "store") == "done\n"
 
 

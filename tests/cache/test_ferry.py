@@ -2,91 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.cache.ferry_rig import STATE, TOKENS, Engine, K, equal
 
 from kvferry.cache import KVFerry
 from kvferry.config import Config
-from kvferry.errors import CacheError, ConfigError, MissingDependencyError, StorageError
+from kvferry.errors import ConfigError
 from kvferry.events import PagesEvicted, PagesStored
-from kvferry.geometry import Geometry, HitRule, Plane, PoolView
-from kvferry.index import ContentSpan, Namespace
+from kvferry.index import ContentSpan
 from kvferry.ranks import ThreadRanks
 from kvferry.storage import MemoryBackend
-from kvferry.testing.faulty_backend import Fault, FaultKind, FaultyBackend
 from kvferry.tiers import Reason
 from kvferry.types import SlotKind, Tier
-
-PAGE = 4
-K = Plane(name="k", num_layers=3, element_size=40)
-V = Plane(name="v", num_layers=3, element_size=24)
-STATE = Plane(
-    name="state", num_layers=2, element_size=72, rows_per_page=1, hit_rule=HitRule.exact_boundary()
-)
-TOKENS = list(range(18))
-QUICK: dict[str, Any] = {
-    "host": {"num_bytes": "128KiB"},
-    "load": {"threshold_tokens": 1},
-    "prefetch": {"threshold_tokens": 1},
-}
-
-
-class Engine:
-    """Device tensors of an engine."""
-
-    def __init__(self, planes: tuple[Plane, ...] = (K, V), rows: int = 160, seed: int = 0) -> None:
-        rng = np.random.default_rng(seed)
-        self.geometry = Geometry(planes=planes, page_size=PAGE)
-        self.tensors = {
-            plane.name: [
-                rng.integers(0, 256, (rows, plane.element_size), dtype=np.uint8)
-                for _ in range(plane.num_layers)
-            ]
-            for plane in planes
-        }
-        self.pool = PoolView.from_tensors(self.geometry, self.tensors)
-        self.namespace = Namespace(
-            model="m", revision="1", dtype="u8", geometry=self.geometry.fingerprint
-        )
-
-    def cache(self, **given: Any) -> KVFerry:
-        """A cache of it; sections of the config win over `QUICK`."""
-        for name in (*QUICK, "store", "integrity"):
-            given[name] = {**QUICK.get(name, {}), **given.get(name, {})}
-        given.setdefault("namespace", self.namespace)
-        return KVFerry(self.geometry, self.pool, **given)
-
-    def rows(self, first: int, count: int) -> dict[str, Any]:
-        """A copy of some rows."""
-        return {
-            name: np.stack([layer[first : first + count] for layer in layers])
-            for name, layers in self.tensors.items()
-        }
-
-
-@pytest.fixture
-def engine() -> Engine:
-    """An engine with K and V."""
-    return Engine()
-
-
-@pytest.fixture
-def release() -> Iterator[threading.Event]:
-    """Set at the end, so that no thread stays blocked."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
-def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether all rows are the same."""
-    return all((one[name] == other[name]).all() for name in one)
 
 
 def test_match_load_compute_store(engine: Engine) -> None:
@@ -218,118 +149,6 @@ def test_a_namespace_of_another_geometry_is_refused(engine: Engine) -> None:
         engine.cache(namespace=other)
 
 
-def test_the_file_backend_serves_the_next_cache(engine: Engine, tmp_path: Path) -> None:
-    """By config: what one cache stored, the next finds."""
-    storage = {"enabled": True, "backend": "file", "path": str(tmp_path)}
-    was = engine.rows(0, 16)
-    with _with_storage(engine, storage) as cache:
-        cache.store(TOKENS, device_slots=np.arange(18)).wait()
-        assert cache.flush(20).complete
-    with _with_storage(engine, storage) as cache:
-        fetch = cache.prefetch(TOKENS)
-        fetch.wait()
-        loaded = cache.load(cache.match(TOKENS), device_slots=np.arange(100, 116))
-        loaded.wait()
-        assert loaded.verified_pages == 4
-        assert equal(engine.rows(100, 16), was)
-
-
-def _with_storage(engine: Engine, storage: dict[str, Any]) -> KVFerry:
-    config = Config.resolve(**QUICK, storage=storage).config
-    return KVFerry(engine.geometry, engine.pool, config, namespace=engine.namespace)
-
-
-def test_explain_says_where_and_why(engine: Engine) -> None:
-    """Each tier has its first reason for stopping."""
-    with engine.cache() as cache:
-        nothing = cache.explain(TOKENS)
-        assert nothing.tokens_by_tier == {Tier.HOST: 0, Tier.STORAGE: 0}
-        assert "never stored, evicted since, or in another namespace" in nothing.stops[Tier.HOST]
-        assert "no_storage" in nothing.stops[Tier.STORAGE]
-        assert nothing.first_missing_key == cache.keys(TOKENS)[0].hex()
-        assert "less than a page" in cache.explain([1, 2]).stops[Tier.HOST]
-        cache.attach_storage(MemoryBackend())
-        cache.store(TOKENS, device_slots=np.arange(18), valid_tokens=8).wait()
-        cache.flush(20)
-        some = cache.explain(TOKENS, storage_timeout=10)
-        assert some.tokens_by_tier == {Tier.HOST: 8, Tier.STORAGE: 8}
-        assert "does not have page 2" in some.stops[Tier.STORAGE]
-        assert "page 2 is not known" in some.stops[Tier.HOST]
-        cache.reset()
-        assert cache.explain(TOKENS, storage_timeout=10).tokens_by_tier[Tier.STORAGE] == 8
-        cache.switches.flip(load=False, storage=False)
-        assert "switched_off" in cache.explain(TOKENS).stops[Tier.STORAGE]
-        assert "host: 0 tokens" in str(cache.explain(TOKENS))
-
-
-def test_flush_tells_of_what_is_missing(engine: Engine) -> None:
-    """Where storage refuses a page, the chain has a hole, and flush says so."""
-    backend = FaultyBackend()
-    cache = engine.cache()
-    cache.attach_storage(backend, probe=False)
-    refused = Fault(FaultKind.STATUS)
-    backend.script("write_from", cache.keys(TOKENS)[1], refused, always=True)
-    cache.store(TOKENS, device_slots=np.arange(18)).wait()
-    report = cache.flush(1)
-    assert not report.complete
-    assert (report.num_unstored, report.num_holes) == (1, 2)
-    cache.close()
-
-
-def test_storage_that_does_not_work_is_not_attached(engine: Engine) -> None:
-    """A probe finds out before anybody relies on it."""
-    backend = FaultyBackend()
-    backend.script("read_into", None, Fault(FaultKind.WRONG_BYTES))
-    with engine.cache() as cache:
-        with pytest.raises(StorageError, match="other bytes"):
-            cache.attach_storage(backend)
-        cache.attach_storage("memory")
-        with pytest.raises(CacheError, match="already"):
-            cache.attach_storage("memory")
-        assert cache.detach_storage()
-        assert cache.detach_storage()
-
-
-def test_without_xxhash_there_is_a_cache_and_no_storage(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What needs it is refused when it is attached; host memory needs none."""
-    monkeypatch.setitem(sys.modules, "xxhash", None)
-    with engine.cache() as cache:
-        with pytest.raises(MissingDependencyError, match="xxhash"):
-            cache.attach_storage(MemoryBackend())
-        cache.store(TOKENS, device_slots=np.arange(18)).wait()
-        cache.load(cache.match(TOKENS), device_slots=np.arange(100, 116)).wait()
-        assert equal(engine.rows(100, 16), engine.rows(0, 16))
-        monkeypatch.undo()
-        cache.attach_storage(MemoryBackend())
-        assert cache.flush(20).complete
-
-
-def test_detach_is_bounded_and_may_be_forced(engine: Engine, release: threading.Event) -> None:
-    """A blocked backend cannot keep the tier; close tells what it still writes to."""
-    backend = FaultyBackend()
-    cache = engine.cache()
-    cache.attach_storage(backend, probe=False)
-    cache.store(TOKENS, device_slots=np.arange(18)).wait()
-    cache.flush(20)
-    cache.reset()
-    block = Fault(FaultKind.BLOCK, release=release, deadline_secs=60)
-    backend.script("read_into", None, block, always=True)
-    cache.prefetch(TOKENS)
-    while not backend.blocked.is_set():
-        cache.wait(0.01)
-    assert not cache.detach_storage(timeout=0.01)
-    assert cache.detach_storage(timeout=0.01, force=True)
-    cache.attach_storage("memory")
-    first = cache.close(timeout=0.05)
-    assert not first.clean
-    assert first.parked_slots == 4
-    release.set()
-    assert cache.close(timeout=20).clean
-    assert cache.close().clean
-
-
 def test_ranks_use_what_all_of_them_have() -> None:
     """Two ranks with different pages agree on the shorter prefix, and on what was verified."""
     ranks = ThreadRanks.make(2)
@@ -384,19 +203,6 @@ def test_ranks_with_states_agree_on_a_common_checkpoint() -> None:
     assert told == {0: 8, 1: 8}
 
 
-def test_a_polling_loop_does_not_starve_storage(engine: Engine) -> None:
-    """A caller that polls without end still gets its pages written."""
-    backend = MemoryBackend()
-    with engine.cache(storage=backend) as cache:
-        for number in range(200):
-            cache.store([number] * PAGE, device_slots=np.arange(PAGE))
-        for _ in range(2_000_000):
-            cache.poll()
-            if not cache.stats().jobs:
-                break
-        assert cache.stats().jobs == 0
-
-
 def test_loads_are_counted(engine: Engine) -> None:
     """Metrics are told of transfers, matches and occupancy."""
     from kvferry.metrics import Metrics
@@ -410,22 +216,3 @@ def test_loads_are_counted(engine: Engine) -> None:
 
     text = generate_latest(metrics.registry).decode()
     assert "kvferry_load_back_bytes_total" in text
-
-
-def test_replicas_write_once_and_read_alike(engine: Engine) -> None:
-    """Of ranks with the same bytes one writes; the others have nothing to do, which is success."""
-    backend = MemoryBackend()
-    follower = engine.cache(storage=backend, writes_storage=False)
-    follower.store(TOKENS, device_slots=np.arange(18)).wait()
-    assert follower.flush(20).complete
-    assert backend.stats().objects == 0
-    writer = engine.cache(storage=backend)
-    writer.store(TOKENS, device_slots=np.arange(18)).wait()
-    assert writer.flush(20).complete
-    assert backend.stats().objects == 4
-    follower.reset()
-    fetch = follower.prefetch(TOKENS)
-    fetch.wait()
-    assert fetch.result().num_tokens == 16
-    follower.close()
-    writer.close()

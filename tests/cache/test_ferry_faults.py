@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.cache.test_ferry import PAGE, STATE, TOKENS, Engine, K, equal
+from tests.cache.ferry_rig import PAGE, STATE, TOKENS, Engine, K, equal
 
 from kvferry.errors import BackendInterfaceError, ConfigError, PlanError, StorageError
 from kvferry.geometry import HitRule, Plane

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +13,13 @@ import numpy as np
 import pytest
 
 import kvferry.cache.ferry
-from kvferry.cache import KVFerry
+from kvferry.cache import HostPeer, KVFerry
 from kvferry.errors import BudgetError
 from kvferry.geometry import Geometry, HitRule, Plane, PoolView
 from kvferry.index import Namespace
 from kvferry.memory import HostPool, MemoryReading
 from kvferry.ranks import ThreadRanks
+from kvferry.sharing import SharedHost
 
 GEOMETRY = Geometry(
     planes=(
@@ -45,27 +48,39 @@ def reading(available: int = FREE) -> MemoryReading:
     )
 
 
-def make(num_bytes: int, host: Mapping[str, Any], **given: Any) -> KVFerry:
-    """A cache of so many bytes."""
+def device_pool() -> PoolView:
+    """An engine's tensors."""
     tensors = {
         "k": [np.zeros((40, 24), dtype=np.uint8) for _ in range(2)],
         "state": [np.zeros((4, 72), dtype=np.uint8) for _ in range(2)],
     }
+    return PoolView.from_tensors(GEOMETRY, tensors)
+
+
+def make(num_bytes: int, host: Mapping[str, Any], **given: Any) -> KVFerry:
+    """A cache of so many bytes."""
     return KVFerry(
         GEOMETRY,
-        PoolView.from_tensors(GEOMETRY, tensors),
+        device_pool(),
         namespace=Namespace(model="m", revision="1", dtype="u8", geometry=GEOMETRY.fingerprint),
         host={"num_bytes": num_bytes, "reserve_bytes": 0, **host},
         **given,
     )
 
 
-def on_ranks(num_bytes: int, **host: Any) -> list[str]:
+def host_of(rank: int, num_peers: int = 0) -> SharedHost:
+    """A shared host copy, as a keeper makes it."""
+    return SharedHost(f"test-processes-{os.getpid()}-{rank}", num_peers=num_peers)
+
+
+def on_ranks(num_bytes: int, *, share: bool = False, **host: Any) -> list[str]:
     """What each of two ranks of this machine gets, in a word, or the error's text."""
 
     def run(ranks: ThreadRanks) -> str:
         try:
-            with make(num_bytes, host, ranks=ranks):
+            with contextlib.ExitStack() as each:
+                shared = each.enter_context(host_of(ranks.rank)) if share else None
+                each.enter_context(make(num_bytes, host, ranks=ranks, shared=shared))
                 return "made"
         except BudgetError as refused:
             return str(refused)
@@ -114,3 +129,27 @@ def test_the_config_says_how_many_processes_there_are(monkeypatch: pytest.Monkey
         assert {pool._budget.processes for pool in cache._pools.values()} == {8}
     with pytest.raises(BudgetError, match="by each of 8 processes"):
         make(FREE // 8 + 4096, {"processes": 8})
+
+
+def test_a_keeper_may_have_all_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peers take no memory, so they have no share, and are not asked what is free."""
+    monkeypatch.setattr("kvferry.memory.pool_sizes.read_memory", reading)
+    monkeypatch.setattr("kvferry.memory.pool_mapping.read_memory", reading)
+    shared = host_of(0, num_peers=2)
+    with shared, make(FREE, {}, shared=shared) as cache, ThreadPoolExecutor(1) as own:
+        assert {pool._budget.processes for pool in cache._pools.values()} == {1}
+        monkeypatch.setattr("kvferry.memory.pool_mapping.read_memory", lambda: reading(0))
+        for rank in (1, 2):
+            joined = own.submit(HostPeer, shared.name, GEOMETRY, device_pool(), rank=rank)
+            while rank in shared.missing_ranks():
+                cache.wait(0.05)
+                assert not joined.done() or joined.exception() is None
+            joined.result(30).close()
+
+
+def test_keepers_of_one_machine_take_a_share_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them, as of two pipeline stages, are two processes that take memory."""
+    monkeypatch.setattr(kvferry.cache.ferry, "read_memory", reading)
+    assert on_ranks(FREE // 2, share=True) == ["made", "made"]
+    for told in on_ranks(FREE // 2 + 4096, share=True):
+        assert "asked for by each of 2 processes" in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +14,13 @@ import pytest
 from kvferry.cache import KVFerry
 from kvferry.config import Config
 from kvferry.errors import ConfigError, PageKeyError, PlanError, StorageError
-from kvferry.geometry import Geometry, Plane, PoolView
+from kvferry.geometry import Geometry, HitRule, Plane, PoolView
 from kvferry.index import ContentSpan, Namespace
 from kvferry.memory import HostPool
 from kvferry.metrics import Metrics
 from kvferry.storage import MemoryBackend
+from kvferry.tiers import TierManager
+from kvferry.transfer import TransferEngine
 from kvferry.types import SlotKind
 
 PAGE = 4
@@ -67,6 +70,62 @@ def test_a_cache_that_is_not_made_keeps_no_memory(
     with pytest.raises(StorageError):
         make(storage={"enabled": True, "path": str(tmp_path / "no" / "such")})
     assert len(closed) == 1
+
+
+@pytest.mark.parametrize(
+    ("part", "at"),
+    [("parts.HostPool", 2), ("parts.TransferEngine", 2), ("ferry.TierManager", 1)],
+    ids=str,
+)
+def test_a_part_that_cannot_be_made_leaves_none_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, part: str, at: int
+) -> None:
+    """Of two pools and two engines, those before it are closed, engines before their pools."""
+    made: list[Any] = []
+    closed: list[Any] = []
+    num_calls = itertools.count(1)
+
+    def noted(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **given: Any) -> Any:
+            if name == part and next(num_calls) == at:
+                raise ConfigError("no more of these")
+            one = make(*args, **given)
+            close = one.close
+
+            def closing() -> None:
+                close()
+                closed.append(one)
+
+            monkeypatch.setattr(one, "close", closing)
+            made.append(one)
+            return one
+
+        return call
+
+    for name, make in (("parts.HostPool", HostPool), ("parts.TransferEngine", TransferEngine)):
+        monkeypatch.setattr(f"kvferry.cache.{name}", noted(name, make))
+    if part == "ferry.TierManager":
+        monkeypatch.setattr("kvferry.cache.ferry.TierManager", noted(part, TierManager))
+    state = Plane(
+        name="state", num_layers=1, element_size=8, rows_per_page=1,
+        hit_rule=HitRule.exact_boundary(),
+    )  # fmt: skip
+    geometry = Geometry(planes=(*GEOMETRY.planes, state), page_size=PAGE)
+    pool = {
+        "k": [np.zeros((40, 24), dtype=np.uint8) for _ in range(2)],
+        "state": [np.zeros((2, 8), dtype=np.uint8)],
+    }
+    with pytest.raises(ConfigError, match="no more of these"):
+        KVFerry(
+            geometry,
+            PoolView.from_tensors(geometry, pool),
+            namespace=Namespace(model="m", revision="1", dtype="u8", geometry=geometry.fingerprint),
+            host={"num_bytes": "64KiB"},
+        )
+    assert (
+        len(made) == {"parts.HostPool": 1, "parts.TransferEngine": 3, "ferry.TierManager": 4}[part]
+    )
+    assert closed == made[::-1]
 
 
 def test_what_storage_is_remembered_to_have_is_a_setting() -> None:

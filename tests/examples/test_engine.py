@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,8 +218,7 @@ def test_blocks_stay_with_a_store_that_reads_them(make: Callable[..., Engine]) -
     request = engine.submit(_QUESTIONS[0], 1)
     engine.step()
     (left,) = engine.leaving
-    store = left.stores[0]
-    store.done = False
+    left.stores[0] = store = SimpleNamespace(done=False)
     engine.step()
     assert left is request
     assert not set(request.blocks) & set(engine.free)
@@ -256,3 +256,15 @@ def test_the_guide_quotes_the_engine_as_it_is() -> None:
 def test_the_example_stays_short() -> None:
     """An engine writer reads it in one go: 250 lines at most."""
     assert len(Path(toy.__file__).read_text().splitlines()) <= 250
+
+
+def test_an_engine_with_nothing_left_waits_for_nothing(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step only frees blocks; waiting there would cost an idle cache a percent."""
+    engine = make()
+    _cache(engine).switches.flip(store=False)
+    waits = list[float]()
+    monkeypatch.setattr(type(_cache(engine)), "wait", lambda _, secs: waits.append(secs))
+    _ask(engine, _QUESTIONS)
+    assert not waits

@@ -170,6 +170,29 @@ def test_staged_write_back(size: int, of_host: Any, staging_pages: int) -> None:
         plane.check(expected, "staged")
 
 
+@pytest.mark.parametrize("size", [576, 656, 66])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_staging_is_free_behind_a_write_back(size: int, legacy: bool) -> None:
+    """Copies run in a stream of their own; the caller's is behind them all, and may use staging."""
+    page, num_pages = 64, 8
+    plane = _plane(size, True)
+    staging = _on_gpu(num_pages * page * LAYERS * size).view(-1, LAYERS, size)
+    stream = torch.cuda.default_stream() if legacy else new_stream()
+    for seed in range(20):
+        device_rows, host_rows = (scattered(700 + seed + n, 640, ROWS[n], page) for n in (0, 1))
+        expected = plane.after(False, device_rows, host_rows, range(LAYERS))
+        lists = _rows(device_rows), _rows(host_rows, (torch.int64, "cpu"))
+        addresses = _table(plane.device_tensors)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            adapter.transfer_hicache_all_layer_mla_staged_lf_pf(
+                addresses, *lists, staging, plane.host_tensor, page_size=page
+            )
+            staging.fill_(seed)
+        stream.synchronize()
+        plane.check(expected, "staged")
+
+
 def test_a_long_write_back_through_little_staging() -> None:
     """2,048 pages of 576 bytes and many layers through 7 pages, again and again, then 1, then 0."""
     page, layers, pages = 16, 61, 2048
@@ -270,27 +293,46 @@ def test_replayed_from_a_graph() -> None:
         plane.check(expected, "a replay")
 
 
-@pytest.mark.parametrize("layer", [0, LAYERS - 1])
-def test_pages_of_an_indexer(layer: int) -> None:
-    """Packed pages out of either layout."""
-    first, second = _plane(132 * 64, False, rows=(40, 60)), _plane(132 * 64, True, 9, rows=(40, 60))
+# Pages of an indexer, a size that 8 does not divide, states of a convolution and a recurrence.
+@pytest.mark.parametrize("size", [132 * 64, 66, 3 * 8192 + 6, 1 << 20])
+@pytest.mark.parametrize("of_host", [KINDS[3], KINDS[5]], ids=str)
+def test_pages_of_an_indexer_and_states(size: int, of_host: Any) -> None:
+    """Packed rows: a layer out of either layout, and all layers back into it."""
+    first, second = _plane(size, False, rows=(40, 60)), _plane(size, True, 9, rows=(40, 60))
     rows = [scattered(90 + n, 24, (40, 60)[n]) for n in (0, 1)]
-    expected = [plane.after(True, rows[0], rows[1], [layer]) for plane in (first, second)]
-    given: dict[str, Any] = {
-        "src_indices": _rows(rows[1]),
-        "dst_indices": _rows(rows[0]),
-        "item_size": 132 * 64,
-    }
-    adapter.transfer_kv_per_layer_mla(
-        first.host_tensors[layer], first.device_tensors[layer], **given
-    )
-    adapter.transfer_kv_per_layer_mla_pf_lf(
-        second.host_tensor, second.device_tensors[layer], layer_id=layer,
-        src_layout_dim=LAYERS * 132 * 64, **given,
-    )  # fmt: skip
-    torch.cuda.synchronize()
-    first.check(expected[0], "layer_first")
-    second.check(expected[1], "token_major")
+    of_device, host = _rows(rows[0]), _rows(rows[1], of_host)
+    for layer in (0, LAYERS - 1):
+        expected = [plane.after(True, rows[0], rows[1], [layer]) for plane in (first, second)]
+        lists: dict[str, Any] = {"src_indices": host, "dst_indices": of_device}
+        adapter.transfer_kv_per_layer_mla(
+            first.host_tensors[layer], first.device_tensors[layer], item_size=size, **lists
+        )
+        for call in (adapter.transfer_kv_per_layer_mla_pf_lf, adapter.transfer_kv_mamba_pf_lf):
+            call(
+                second.host_tensor, second.device_tensors[layer], layer_id=layer, item_size=size,
+                src_layout_dim=LAYERS * size, **lists,
+            )  # fmt: skip
+        torch.cuda.synchronize()
+        first.check(expected[0], "layer_first")
+        second.check(expected[1], "token_major")
+    for plane, layout in ((first, "layer_first"), (second, "token_major")):
+        for tensor in plane.device_tensors:
+            tensor.random_(0, 256)
+        torch.cuda.synchronize()
+        expected = [plane.after(False, rows[0], rows[1], range(LAYERS))]
+        lists = {"src_indices": of_device, "dst_indices": host}
+        if plane is first:
+            adapter.transfer_kv_all_layer_mla(
+                _table(plane.device_tensors), _table(plane.host_tensors), item_size=size,
+                num_layers=LAYERS, **lists,
+            )  # fmt: skip
+        else:
+            adapter.transfer_kv_all_layer_mla_lf_pf(
+                _table(plane.device_tensors), plane.host_tensor, item_size=size,
+                dst_layout_dim=LAYERS * size, num_layers=LAYERS, **lists,
+            )  # fmt: skip
+        torch.cuda.synchronize()
+        plane.check(expected[0], layout)
 
 
 def test_between_two_pools_of_the_gpu() -> None:

@@ -154,18 +154,28 @@ _RESULTS = {
                 "link": _LINK,
                 "rows": [
                     {
-                        "case": "tokens", "what": "off", "tokens_per_sec": 2000.4,
-                        "over_off": 1.0, "spread": 0.021, "differing": 0, "model_mb": 512,
+                        "case": "idle", "what": "off", "tokens_per_sec": 2000.4, "rounds": 15,
+                        "spread": 0.021,
                     },
                     {
-                        "case": "tokens", "what": "idle", "tokens_per_sec": 1960.0,
-                        "over_off": 0.985, "spread": 0.02, "differing": 0, "cost": 0.015,
-                        "in_calls": 0.0031,
+                        "case": "idle", "what": "idle", "tokens_per_sec": 1960.0, "rounds": 15,
+                        "spread": 0.02, "low": 0.009, "cost": 0.015, "high": 0.021,
+                        "in_calls": 0.0031, "us_per_step": 26.4,
+                    },
+                    {
+                        "case": "repeats", "what": "bfloat16", "prompt": "the same bits",
+                        "step": "other bits from layer 3 on",
+                    },
+                    {
+                        "case": "tokens", "what": "off", "tokens_per_sec": 2000.4,
+                        "over_off": 1.0, "spread": 0.021, "model_mb": 512,
                     },
                     {
                         "case": "tokens", "what": "hits", "tokens_per_sec": 2400.0,
-                        "over_off": 1.2, "spread": 0.02, "differing": 2, "hit_tokens": 32768,
+                        "over_off": 1.2, "spread": 0.02, "hit_tokens": 32768,
                     },
+                    {"case": "answers", "what": "idle", "of": 8, "differing": 0},
+                    {"case": "answers", "what": "hits", "of": 8, "differing": 2},
                     {
                         "case": "first_token", "what": "computed", "tokens": 16386, "ms": 200.0,
                         "hit_tokens": 0, "mb": 0,
@@ -328,8 +338,8 @@ def test_the_table_has_figures_targets_and_what_misses_them(tmp_path: Path) -> N
         "| a poll of an idle cache | ≤ 20.00 µs | **25.00 µs** | - | 1 | **-5.00 µs** | **no** |",
         "| digests on against off | ≤ 2.0 % | 1.0 % | staged, H2D | 1 | +1.0 % | yes |",
         (
-            "| an idle cache, of an engine's time | ≤ 1.0 % | **1.5 %** | 8 at once, nothing found "
-            "and nothing stored | 1 | **-0.5 %** | **no** |"
+            "| an idle cache, of an engine's time | ≤ 1.0 % | **2.1 %** | 1.50 %; with 95 % at "
+            "most | 1 | **-1.1 %** | **no** |"
         ),
         (
             "| an idle cache, in its calls | ≤ 1.0 % | 0.3 % | its calls, counted one by one | 1 | "
@@ -360,13 +370,20 @@ def test_the_other_benchmarks_have_tables(tmp_path: Path) -> None:
         "| disk | nothing | - | - | - | **skipped**: xxhash is not installed |",
         ("| tokens | off | 2,000 tokens/s | 1.000 | 2.1 % between rounds; a model of 512 MB |"),
         (
-            "| tokens | idle | 1,960 tokens/s | 0.985 | 2.0 % between rounds; calls of the cache "
-            "take 0.31 % of a round |"
+            "| idle | idle | 1,960 tokens/s | 0.985 | 2.0 % between rounds; 1.50 % slower, 0.90 to "
+            "2.10 with 95 %; 15 rounds in lockstep; calls of the cache take 0.31 % of its time, "
+            "26 µs a step |"
+        ),
+        (
+            "| computed twice | bfloat16 | - | - | a prompt: the same bits; a step of all: other "
+            "bits from layer 3 on |"
         ),
         (
             "| tokens | hits | 2,400 tokens/s | 1.200 | 2.0 % between rounds; 32,768 tokens of a "
-            "round were loaded; **2 answers differ** |"
+            "round were loaded |"
         ),
+        ("| answers, float32 | idle | - | - | 0 of 8 answers differ |"),
+        ("| answers, float32 | hits | - | - | **2 of 8 answers differ** |"),
         (
             "| MLA-shaped | from the host | 160.0 | 0.200 | 150.0 to 170.0 ms; 16,386 tokens, "
             "16,384 of them loaded |"

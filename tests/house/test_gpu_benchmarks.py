@@ -18,7 +18,7 @@ from latency import further_copy_us
 from long_contexts import Sample, growth_mib, thinned
 from overlap import Loss, inside, lost, moved_until, rate, rates_of_both
 from rig import PAGE_SIZE, device_slots, in_runs, pages_of
-from toy_engine import Serving, arguments, cost
+from toy_engine import Serving, arguments
 
 _ROOT = Path(__file__).parents[2]
 _FOLDER = _ROOT / "benchmarks" / "gpu"
@@ -165,27 +165,52 @@ def test_rows_of_the_cache_are_printed_whole() -> None:
     assert " ".join(line_of({**row, "over_m": 0.9}).split()) == "cpu match us 3.0 over m 0.9"
 
 
-def test_what_a_cache_costs_an_engine() -> None:
-    """Rounds are compared with their neighbours, so that a slow minute tells nothing."""
-    assert cost([100.0, 50.0, 100.0], [99.0, 49.5, 120.0]) == pytest.approx(1 / 99)
-    assert cost([100.0], [125.0]) == pytest.approx(-0.2)
-
-
 def test_the_engine_is_served_in_every_way() -> None:
     """All rows on the CPU with a tiny model; hits are what they should be, and outputs equal."""
     pytest.importorskip("torch")
     told = (
         "--layers 2 --width 128 --words 300 --requests 3 --prompt 140 --new 3 --long 270 "
-        "--chunk 64 --rounds 1"
+        "--chunk 64 --rounds 6 --turns 1"
     )
     rows = list(Serving(arguments().parse_args(told.split()), "cpu").rows())
     assert [(row["case"], row["what"]) for row in rows] == [
-        *(("tokens", way) for way in ("off", "idle", "off again", "stores", "hits")),
+        *(("idle", way) for way in ("off", "idle", "off again")),
+        ("repeats", "bfloat16"),
+        *(("tokens", way) for way in ("off", "stores", "hits")),
         *(("first_token", how) for how in ("computed", "from the host", "from files")),
+        ("repeats", "float32"),
+        *(("answers", way) for way in ("off again", "idle", "stores", "hits")),
     ]
-    assert [row["differing"] for row in rows[:5]] == [0] * 5
-    assert rows[4]["hit_tokens"] == 3 * 128
-    assert [row["hit_tokens"] for row in rows[5:]] == [0, 256, 256]
+    idle = rows[1]
+    assert idle["low"] <= idle["cost"] <= idle["high"]
+    assert 0 < idle["in_calls"] < 1
+    assert idle["us_per_step"] > 0
+    assert [row["rounds"] for row in rows[:3]] == [6] * 3
+    assert {
+        row[name] for row in rows if row["case"] == "repeats" for name in ("prompt", "step")
+    } == {"the same bits"}
+    assert [row["hit_tokens"] for row in rows[6:10]] == [3 * 128, 0, 256, 256]
+    assert [(row["of"], row["differing"]) for row in rows[-4:]] == [(3, 0)] * 4
+
+
+def test_a_model_that_does_not_repeat_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a layer gives other bits the second time, the first such layer is named."""
+    torch = pytest.importorskip("torch")
+    told = "--layers 3 --width 128 --words 300 --prompt 70 --new 2 --long 80"
+    serving = Serving(arguments().parse_args(told.split()), "cpu")
+    forward, calls = serving.model.forward, []
+
+    def unsteady(pool: Any, *given: Any) -> Any:
+        tokens = forward(pool, *given)
+        calls.append(given)
+        if len(calls) == 2:
+            pool[1, 5] += 1
+        return torch.full_like(tokens, len(calls)) if len(calls) == 4 else tokens
+
+    monkeypatch.setattr(serving.model, "forward", unsteady)
+    row = serving._repeats()
+    assert row["prompt"] == "other bits from layer 1 on"
+    assert row["step"] == "other bits behind the layers"
 
 
 def test_first_tokens_of_models_of_transformers() -> None:

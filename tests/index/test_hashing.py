@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.index.index_rig import NAMESPACE, eight_bytes
 
-from kvferry import Geometry, Plane
 from kvferry.errors import PageKeyError
 from kvferry.index import KEY_BYTES, KEY_VERSION, ContentSpan, Namespace, page_keys
 
-_PLAIN = Namespace(model="m", revision="r", dtype="bfloat16", geometry="g")
 _FULL = Namespace(
     model="example/model-8b",
     revision="main@0123",
@@ -36,12 +35,12 @@ _PICTURES = (ContentSpan(1, 4, b"picture" * 5), ContentSpan(4, 9, b"sound"))
 
 # Of key version 1. Changing one makes every stored page unreachable, and wants a new version.
 _GOLDEN_ROOTS = {
-    _PLAIN: "208e3a598f86f276af4431a6b713d1f9f4c7c5a2fbc4104e2c7f86683fbbf4b6",
+    NAMESPACE: "208e3a598f86f276af4431a6b713d1f9f4c7c5a2fbc4104e2c7f86683fbbf4b6",
     _FULL: "91e6a80b07bbf98446124c4ac29b0735c408d42ae3f6e622df6cf332a063d1b0",
 }
 _GOLDEN: list[tuple[Namespace, list[int], int, Sequence[ContentSpan], list[str]]] = [
     (
-        _PLAIN,
+        NAMESPACE,
         list(range(192)),
         64,
         (),
@@ -62,7 +61,7 @@ _GOLDEN: list[tuple[Namespace, list[int], int, Sequence[ContentSpan], list[str]]
         ],
     ),
     (
-        _PLAIN,
+        NAMESPACE,
         [7] * 6,
         2,
         _PICTURES,
@@ -79,10 +78,6 @@ def _hex(keys: list[bytes]) -> list[str]:
     return [key.hex() for key in keys]
 
 
-def _number(value: int) -> bytes:
-    return value.to_bytes(8, "little")
-
-
 def _as_written_down(namespace: Namespace, tokens: list[int], size: int) -> list[bytes]:
     """Keys by the definition alone, without spans, from the standard library."""
 
@@ -90,17 +85,14 @@ def _as_written_down(namespace: Namespace, tokens: list[int], size: int) -> list
         return hashlib.blake2b(message, digest_size=32, person=person.encode()).digest()
 
     fields = itertools.chain.from_iterable(dataclasses.asdict(namespace).items())
-    root = b"".join(_number(len(text.encode())) + text.encode() for text in fields)
-    key = hashed("kvferry start 1", hashed("kvferry root 1", root) + _number(size))
+    root = b"".join(eight_bytes(len(text.encode())) + text.encode() for text in fields)
+    key = hashed("kvferry start 1", hashed("kvferry root 1", root) + eight_bytes(size))
     keys = []
     for at in range(0, len(tokens) // size * size, size):
         page = b"".join(token.to_bytes(4, "little") for token in tokens[at : at + size])
         key = hashed("kvferry page 1", key + page)
         keys.append(key)
     return keys
-
-
-# --------------------------------------------------------------------------------- the same keys
 
 
 def test_golden_roots() -> None:
@@ -127,7 +119,7 @@ def test_golden_keys(
 def test_keys_are_those_of_the_definition(size: int) -> None:
     """Random prompts against a second implementation that takes no short cut."""
     rng = random.Random(size)
-    for namespace in (_PLAIN, _FULL):
+    for namespace in (NAMESPACE, _FULL):
         tokens = [rng.randrange(2**32) for _ in range(rng.randint(0, 5 * size))]
         assert page_keys(namespace, tokens, size) == _as_written_down(namespace, tokens, size)
 
@@ -207,30 +199,27 @@ def test_every_container_gives_the_same_keys(
     """Lists, tuples, arrays, buffers and tensors of any integer width and byte order."""
     rng = random.Random(1)
     tokens = [rng.randrange(2**31) for _ in range(70)]
-    keys = page_keys(_PLAIN, tokens, 16)
-    assert page_keys(_PLAIN, container(tokens), 16, known=keys[:num_known]) == keys
+    keys = page_keys(NAMESPACE, tokens, 16)
+    assert page_keys(NAMESPACE, container(tokens), 16, known=keys[:num_known]) == keys
 
 
 def test_small_integer_arrays_are_tokens_too() -> None:
     """A byte-level vocabulary in one byte or two a token; a range as well."""
-    keys = page_keys(_PLAIN, list(range(100)), 10)
+    keys = page_keys(NAMESPACE, list(range(100)), 10)
     for given in (np.arange(100, dtype=np.uint8), np.arange(100, dtype=np.int16), range(100)):
-        assert page_keys(_PLAIN, given, 10) == keys
+        assert page_keys(NAMESPACE, given, 10) == keys
 
 
 def test_known_keys_are_gone_on_from() -> None:
     """A prompt that grows gets the keys of the whole, from its new tokens alone."""
     tokens = list(range(1000))
     content = [ContentSpan(10, 300, b"a picture"), ContentSpan(700, 5, b"a sound")]
-    whole = page_keys(_PLAIN, tokens, 64, content=content)
+    whole = page_keys(NAMESPACE, tokens, 64, content=content)
     for known in range(len(whole) + 1):
         # None of the first tokens is looked at.
         given: list[Any] = [None] * (known * 64) + tokens[known * 64 :]
-        assert page_keys(_PLAIN, given, 64, content=content, known=whole[:known]) == whole
-    assert page_keys(_PLAIN, tokens[:200], 64, content=content, known=whole) == whole[:3]
-
-
-# ------------------------------------------------------------------------------- page boundaries
+        assert page_keys(NAMESPACE, given, 64, content=content, known=whole[:known]) == whole
+    assert page_keys(NAMESPACE, tokens[:200], 64, content=content, known=whole) == whole[:3]
 
 
 @pytest.mark.parametrize("size", [1, 64])
@@ -238,10 +227,10 @@ def test_known_keys_are_gone_on_from() -> None:
 def test_only_whole_pages_have_keys(size: int, count: int) -> None:
     """The number of keys is rounded down, and tokens behind the last whole page do not matter."""
     tokens = list(range(count))
-    keys = page_keys(_PLAIN, tokens, size)
+    keys = page_keys(NAMESPACE, tokens, size)
     assert len(keys) == count // size
-    assert keys == page_keys(_PLAIN, list(range(128)), size)[: count // size]
-    assert keys == page_keys(_PLAIN, np.array(tokens, dtype=np.uint32), size)
+    assert keys == page_keys(NAMESPACE, list(range(128)), size)[: count // size]
+    assert keys == page_keys(NAMESPACE, np.array(tokens, dtype=np.uint32), size)
 
 
 @pytest.mark.parametrize("at", [0, 62, 63, 64, 65, 127, 128, 191])
@@ -250,7 +239,9 @@ def test_prompts_that_part(at: int) -> None:
     one = list(range(192))
     other = [*one[:at], 5_000, *one[at + 1 :]]
     for size in (64, 1):
-        pairs = list(zip(page_keys(_PLAIN, one, size), page_keys(_PLAIN, other, size), strict=True))
+        pairs = list(
+            zip(page_keys(NAMESPACE, one, size), page_keys(NAMESPACE, other, size), strict=True)
+        )
         first = at // size
         assert all(left == right for left, right in pairs[:first])
         assert all(left != right for left, right in pairs[first:])
@@ -259,215 +250,39 @@ def test_prompts_that_part(at: int) -> None:
 def test_a_part_of_a_prompt_is_another_prompt() -> None:
     """The keys of A+B+C and those of C alone have nothing in common, nor have A+A and A."""
     a, b, c = (list(range(start, start + 64)) for start in (0, 100, 200))
-    whole = page_keys(_PLAIN, a + b + c, 64)
-    assert not set(whole) & set(page_keys(_PLAIN, c, 64))
-    assert not set(whole) & set(page_keys(_PLAIN, b + c, 64))
-    assert len(set(page_keys(_PLAIN, a + a + a, 64))) == 3
+    whole = page_keys(NAMESPACE, a + b + c, 64)
+    assert not set(whole) & set(page_keys(NAMESPACE, c, 64))
+    assert not set(whole) & set(page_keys(NAMESPACE, b + c, 64))
+    assert len(set(page_keys(NAMESPACE, a + a + a, 64))) == 3
 
 
 def test_where_one_token_ends() -> None:
     """Ids that would be the same digits, or the same bytes, side by side."""
     prompts = [[1, 23], [12, 3], [123, 0], [0, 123], [1, 2], [2, 1], [258, 0], [2, 256], [0, 0]]
-    keys = [page_keys(_PLAIN, prompt, 2)[0] for prompt in prompts]
+    keys = [page_keys(NAMESPACE, prompt, 2)[0] for prompt in prompts]
     assert len(set(keys)) == len(prompts)
 
 
 def test_pages_of_different_size_share_no_key() -> None:
     """Also where the geometry is not told apart: the size of a page is in the start."""
     tokens = [0] * 64
-    keys = [key for size in (1, 2, 4, 8, 64) for key in page_keys(_PLAIN, tokens, size)]
+    keys = [key for size in (1, 2, 4, 8, 64) for key in page_keys(NAMESPACE, tokens, size)]
     assert len(set(keys)) == len(keys)
-
-
-# ------------------------------------------------------------------------- what must be separate
-
-
-def _variants(**changes: Sequence[str]) -> list[Namespace]:
-    return [
-        dataclasses.replace(_PLAIN, **dict(zip(changes, values, strict=True)))
-        for values in itertools.product(*changes.values())
-    ]
-
-
-def _assert_separate(namespaces: Sequence[Namespace]) -> None:
-    """No two of these share a root or any key of one prompt."""
-    tokens = list(range(128))
-    assert len({space.root() for space in namespaces}) == len(namespaces)
-    keys = [key for space in namespaces for key in page_keys(space, tokens, 64)]
-    assert len(set(keys)) == 2 * len(namespaces)
-
-
-def test_adapters_and_salts_are_separate() -> None:
-    """Whatever the two are called, also if they are called alike, or their names run together."""
-    names = ("", "x", "y", "xy", "x|y", "x\0y", "\0x", "x\0", "lora", "salt", "x,salt=y", "X", "ẋ")
-    _assert_separate(_variants(lora=names, salt=names))
-
-
-def test_a_value_in_another_field_is_another_namespace() -> None:
-    """The same text in any one of the fields, or cut elsewhere between two."""
-    fields = [field.name for field in dataclasses.fields(Namespace)]
-    spaces = [dataclasses.replace(_PLAIN, **{name: "same"}) for name in fields]
-    for first, second in itertools.pairwise(fields):
-        for cut in range(1, 4):
-            spaces.append(
-                dataclasses.replace(_PLAIN, **{first: "abcd"[:cut], second: "abcd"[cut:]})
-            )
-    _assert_separate([_PLAIN, *spaces])
-
-
-def test_types_of_one_size_are_separate() -> None:
-    """bfloat16 and float16 make pages of the same bytes and fingerprint; fp8 does not even that."""
-
-    def shape(size: int) -> str:
-        return Geometry(planes=(Plane(name="k", num_layers=2, element_size=size),)).fingerprint
-
-    assert shape(1024) != shape(512)
-    spaces = [
-        Namespace(model="m", revision="r", dtype=dtype, geometry=geometry)
-        for dtype in ("bfloat16", "float16", "float8_e4m3", "float8_e5m2")
-        for geometry in (shape(1024), shape(512))
-    ]
-    _assert_separate(spaces)
-
-
-def test_geometries_are_separate() -> None:
-    """What moves bytes within a page is in the fingerprint, and so in the key."""
-    planes = tuple(Plane(name=name, num_layers=2, element_size=64) for name in ("k", "v"))
-    geometries = [
-        Geometry(planes=planes),
-        Geometry(planes=planes[::-1]),
-        Geometry(planes=planes, page_size=32),
-        Geometry(planes=planes, span_alignment=4096),
-        Geometry(planes=planes[:1]),
-        Geometry(planes=tuple(dataclasses.replace(plane, num_layers=3) for plane in planes)),
-    ]
-    _assert_separate(
-        [dataclasses.replace(_PLAIN, geometry=shape.fingerprint) for shape in geometries]
-    )
-
-
-def test_models_and_revisions_are_separate() -> None:
-    """Other weights of the same shape."""
-    names = ("m", "m2", "m/r", "r", "r1", "1")
-    _assert_separate(_variants(model=names, revision=names))
-
-
-def test_ranks_share_what_is_replicated_and_nothing_else() -> None:
-    """2 × 2 context and tensor parallel ranks: an axis is in the key if bytes differ on it."""
-    tokens = list(range(128))
-
-    def keys(context: int, tensor: int, axes: str) -> tuple[bytes, ...]:
-        parts = [f"{axis} {at}/2" for axis, at in (("cp", context), ("tp", tensor)) if axis in axes]
-        space = dataclasses.replace(_PLAIN, shard=", ".join(parts))
-        return tuple(page_keys(space, tokens, 64))
-
-    grid = list(itertools.product(range(2), range(2)))
-    kinds = {"": 1, "cp": 2, "tp": 2, "cp tp": 4}
-    for axes, num_kinds in kinds.items():
-        assert len({keys(*rank, axes) for rank in grid}) == num_kinds
-    everything = {key for axes in kinds for rank in grid for key in keys(*rank, axes)}
-    assert len(everything) == 2 * sum(kinds.values())
-
-
-# -------------------------------------------------------------------------- pictures and the like
-
-
-@pytest.mark.parametrize("count", [1, 15, 16, 17, 300])
-@pytest.mark.parametrize("first", [0, 1, 15, 16, 63, 64, 100])
-def test_a_picture_is_in_each_page_that_it_touches(first: int, count: int) -> None:
-    """Pages before it are the same without it; the ones it touches, and all after, differ."""
-    tokens = [9] * 480
-    plain = page_keys(_PLAIN, tokens, 16)
-    one, other = (
-        page_keys(_PLAIN, tokens, 16, content=[ContentSpan(first, count, name)])
-        for name in (b"one" * 10, b"two" * 10)
-    )
-    before = first // 16
-    assert plain[:before] == one[:before] == other[:before]
-    assert len({*plain[before:], *one[before:], *other[before:]}) == 3 * (len(plain) - before)
-
-
-def test_a_picture_is_hashed_into_every_page_itself() -> None:
-    """Each page has the content in its own message, not only in that of the page before."""
-    tokens, span = [9] * 64, ContentSpan(0, 64, b"a picture")
-    keys = page_keys(_PLAIN, tokens, 16, content=[span])
-    for page in range(1, 4):
-        # As if all before were known, and the picture were not.
-        without = page_keys(_PLAIN, tokens[: 16 * (page + 1)], 16, known=keys[:page])
-        assert without[page] != keys[page]
-
-
-def test_a_hundred_thousand_pictures() -> None:
-    """Random ids, many of them with the same last two bytes: no two keys are equal."""
-    rng = random.Random(4)
-    names = {rng.randbytes(16) for _ in range(99_990)}
-    names |= {rng.randbytes(14) + b"\xab\xcd" for _ in range(10)}
-    assert len({name[-2:] for name in names}) < len(names)
-    keys = {page_keys(_PLAIN, [7], 1, content=[ContentSpan(0, 1, name)])[0] for name in names}
-    assert len(keys) == len(names) == 100_000
-
-
-def test_where_a_picture_lies_and_what_it_is_called() -> None:
-    """Place, length, name, number and neighbours of spans are all in the key."""
-    tokens = [7] * 8
-    contents: list[list[ContentSpan]] = [
-        [],
-        [ContentSpan(0, 1, b"ab")],
-        [ContentSpan(1, 1, b"ab")],
-        [ContentSpan(0, 2, b"ab")],
-        [ContentSpan(0, 9, b"ab")],
-        [ContentSpan(0, 1, b"abc")],
-        [ContentSpan(0, 1, b"a"), ContentSpan(1, 1, b"b")],
-        [ContentSpan(0, 1, b"b"), ContentSpan(1, 1, b"a")],
-        [ContentSpan(0, 1, b"a"), ContentSpan(0, 1, b"b")],
-        [ContentSpan(0, 1, b"a"), ContentSpan(0, 1, b"a")],
-        [ContentSpan(0, 1, b"a")],
-    ]
-    keys = [page_keys(_PLAIN, tokens, 8, content=content)[0] for content in contents]
-    assert len(set(keys)) == len(contents)
-
-
-def test_the_order_of_spans_does_not_matter() -> None:
-    """They may come from a set; a span may end, or begin, behind the tokens that there are yet."""
-    spans = [ContentSpan(start, 30, bytes([start])) for start in range(0, 100, 10)]
-    tokens = list(range(120))
-    keys = page_keys(_PLAIN, tokens, 16, content=spans)
-    assert page_keys(_PLAIN, tokens, 16, content=reversed(spans)) == keys
-    assert page_keys(_PLAIN, tokens[:40], 16, content=spans) == keys[:2]
-
-
-def test_a_content_hash_is_no_token() -> None:
-    """Tokens that are the bytes which a span adds do not make the key that the span makes."""
-    told = hashlib.blake2b(digest_size=32, person=b"kvferry span 1")
-    told.update(_number(0) + _number(1) + _number(1) + b"x")
-    pretended = np.frombuffer(told.digest(), dtype="<u4")
-    real = page_keys(_PLAIN, [7], 1, content=[ContentSpan(0, 1, b"x")])
-    fake = page_keys(_PLAIN, np.concatenate([np.array([7], dtype="<u4"), pretended]), 9)
-    assert real != fake
-    # The message is the one that is meant here: told as such, the key is the real one's.
-    start = hashlib.blake2b(
-        _PLAIN.root() + _number(1), digest_size=32, person=b"kvferry start 1"
-    ).digest()
-    message = start + (7).to_bytes(4, "little") + told.digest()
-    assert [hashlib.blake2b(message, digest_size=32, person=b"kvferry page 1").digest()] == real
-
-
-# -------------------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize("num_known", [0, 1])
 @pytest.mark.parametrize("bad", [-1, 2**32, 1 << 80, 1.0, "7", None, b"x"])
 def test_a_bad_token_is_named(bad: Any, num_known: int) -> None:
     """With its value and its place in the prompt, in a list or an array."""
-    known = page_keys(_PLAIN, [1, 2], 2)[:num_known]
+    known = page_keys(NAMESPACE, [1, 2], 2)[:num_known]
     tokens = [1, 2, 3, 4, 5, bad, 7, 8]
     with pytest.raises(PageKeyError, match=r"token 5 is (-1|\d{10,}|1\.0|'7'|None|b'x');"):
-        page_keys(_PLAIN, tokens, 2, known=known)
+        page_keys(NAMESPACE, tokens, 2, known=known)
     if bad in (-1, 2**32):
         with pytest.raises(PageKeyError, match=rf"token 5 is {bad};"):
-            page_keys(_PLAIN, np.array(tokens, dtype=np.int64), 2, known=known)
+            page_keys(NAMESPACE, np.array(tokens, dtype=np.int64), 2, known=known)
         with pytest.raises(PageKeyError, match=rf"token 5 is {bad};"):
-            page_keys(_PLAIN, torch.tensor(tokens), 2, known=known)
+            page_keys(NAMESPACE, torch.tensor(tokens), 2, known=known)
 
 
 @pytest.mark.parametrize(
@@ -491,7 +306,7 @@ def test_a_bad_token_is_named(bad: Any, num_known: int) -> None:
 def test_what_is_no_prompt_is_refused(tokens: Any, says: str) -> None:
     """Text, floats, several prompts at once, and memory that is not here."""
     with pytest.raises(PageKeyError, match=says):
-        page_keys(_PLAIN, tokens, 2)
+        page_keys(NAMESPACE, tokens, 2)
 
 
 @pytest.mark.parametrize(
@@ -510,7 +325,7 @@ def test_what_is_no_prompt_is_refused(tokens: Any, says: str) -> None:
 def test_a_namespace_that_says_too_little_is_refused(changes: Any, says: str) -> None:
     """A None, an empty model, or what cannot be written down."""
     with pytest.raises(PageKeyError, match=says):
-        dataclasses.replace(_PLAIN, **changes)
+        dataclasses.replace(NAMESPACE, **changes)
 
 
 @pytest.mark.parametrize(
@@ -531,4 +346,4 @@ def test_a_namespace_that_says_too_little_is_refused(changes: Any, says: str) ->
 def test_bad_arguments_are_named(given: Any, says: str) -> None:
     """Each with its value."""
     with pytest.raises(PageKeyError, match=says):
-        page_keys(_PLAIN, [1, 2, 3, 4], **{"page_size": 2, **given})
+        page_keys(NAMESPACE, [1, 2, 3, 4], **{"page_size": 2, **given})

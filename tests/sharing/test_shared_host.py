@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,7 +37,7 @@ from kvferry import (
 )
 from kvferry.errors import ConfigError, PlanError, PoolInUseError, RankError, RankTimeoutError
 from kvferry.ranks import ThreadRanks
-from kvferry.sharing.channel import Channel, address_of, framed
+from kvferry.sharing.channel import address_of, framed
 from kvferry.sharing.messages import Hello
 from kvferry.sharing.shared_plane import _Load
 from kvferry.storage import MemoryBackend
@@ -479,42 +481,6 @@ def test_machines_agree_by_their_keepers() -> None:
     assert told == {0: (2 * PAGE, 2 * PAGE, []), 1: (2 * PAGE, 2 * PAGE, [])}
 
 
-def test_a_slow_reader_keeps_nobody_waiting() -> None:
-    """Far more than a socket holds is sent, in order, while the keeper goes on."""
-    ours, theirs = socket.socketpair()
-    sender, receiver = Channel(ours), Channel(theirs)
-    sent = [Hello(rank, "g" * 300_000) for rank in range(20)]
-    for message in sent:
-        sender.send(framed(message))  # would wait for ever, if it waited
-    got: list[Any] = []
-    while len(got) < len(sent):
-        receiver.wait(30)
-        new = receiver.receive()
-        assert not receiver.ended
-        got += new
-    assert got == sent
-    last = Hello(1, "short")
-    sender.send(framed(last))
-    sender.close(timeout=30)
-    while not receiver.ended:
-        receiver.wait(30)
-        got += receiver.receive()
-    assert got[-1] == last
-    receiver.close()
-    receiver.close()
-
-
-def test_a_close_does_not_wait_for_a_reader_that_is_stuck() -> None:
-    """Its thread ends all the same."""
-    ours, theirs = socket.socketpair()
-    sender = Channel(ours)
-    for _ in range(20):
-        sender.send(framed(Hello(1, "g" * 300_000)))
-    sender.close(timeout=0.01)
-    assert not [one for one in threading.enumerate() if one.name == "kvferry-share"]
-    theirs.close()
-
-
 def test_nothing_is_left_open() -> None:
     """Descriptors and threads of keepers and peers that closed, were refused, or failed."""
     keeper = Keeper(num_peers=1)  # what is opened once and stays, is open now
@@ -545,7 +511,7 @@ def test_a_failure_while_joining_leaves_nothing(monkeypatch: pytest.MonkeyPatch)
         raise ConfigError("no path")
 
     with monkeypatch.context() as patched:
-        patched.setattr("kvferry.cache.peer.make_engine", refuse)
+        patched.setattr("kvferry.cache.peer.make_engines", refuse)
         with ThreadPoolExecutor(1) as threads:
             made = threads.submit(
                 HostPeer, keeper.name, GEOMETRY, Device().view, rank=1, timeout=60
@@ -555,6 +521,30 @@ def test_a_failure_while_joining_leaves_nothing(monkeypatch: pytest.MonkeyPatch)
                 made.result()
     keeper.until(lambda: keeper.host.missing_ranks() == [1] and not keeper.host.peers())
     assert open_files() == before
+    keeper.close()
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, None])
+def test_times_that_are_none_are_refused(seconds: Any) -> None:
+    """By keeper and peer, before they wait for anything."""
+    keeper = Keeper(num_peers=1)
+    ((peer, _),) = keeper.join(1)
+    keeper.store(PROMPT)
+    handle, _ = keeper.load(PROMPT, 5)
+    load = peer.load(handle.ticket)
+    waits: list[Callable[[], object]] = [
+        lambda: HostPeer(keeper.name, GEOMETRY, Device().view, rank=1, timeout=seconds),
+        lambda: keeper.host.wait_for_peers(seconds),
+        lambda: peer.load(handle.ticket, seconds),
+        lambda: load.wait(seconds),
+        lambda: peer.close(seconds),
+    ]
+    for wait in waits:
+        with pytest.raises(ConfigError, match=rf"timeout={seconds!r}.* 0 to 86400"):
+            wait()
+    load.wait(30)
+    handle.wait(30)
+    peer.close()
     keeper.close()
 
 

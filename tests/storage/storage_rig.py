@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.geometry import Geometry, Plane
-from kvferry.storage import ItemResult, StorageBackend
-from kvferry.testing import memory_at
+from kvferry.storage import ItemResult, PageStore, StorageBackend
+from kvferry.testing import FaultyBackend, memory_at
 
 SMALL = Geometry(
     planes=(
@@ -88,3 +88,35 @@ def flip(address: int, bit: int) -> None:
     """Turn one bit over."""
     memory: Any = memory_at(address + bit // 8, 1)
     memory[0] ^= 1 << bit % 8
+
+
+KEYS = [key_of(number) for number in range(8)]
+
+
+def stored_pages(count: int = 8) -> tuple[FaultyBackend, PageStore, Pages]:
+    """A store of `count` pages over a backend that can be made to fail."""
+    backend = FaultyBackend()
+    store = PageStore(backend, SMALL)
+    pages = Pages(SMALL, count, seed=1)
+    assert all(one.ok for one in store.write(KEYS[:count], pages.addresses, pages.digests))
+    return backend, store, pages
+
+
+def statuses(results: list[ItemResult]) -> list[str]:
+    """How each of them went, in words."""
+    return [result.status.value for result in results]
+
+
+def bytes_on_disk(folder: Path) -> int:
+    """What all files below `folder` take."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def objects_in(folder: Path) -> list[Path]:
+    """The files of objects."""
+    return sorted(folder.rglob("*.kvo"))
+
+
+def temporaries_in(folder: Path) -> list[Path]:
+    """The files that are being written, or were when their writer died."""
+    return sorted(folder.rglob(".*.tmp"))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.events import EventLog
+from kvferry.events import EventLog, PagesQuarantined
 from kvferry.geometry import Geometry, HitRule, Plane, PoolView
 from kvferry.index import Namespace, PrefixIndex, page_keys
 from kvferry.memory import HostPool
@@ -26,7 +26,7 @@ from kvferry.tiers import (
     Verify,
 )
 from kvferry.transfer import TransferEngine
-from kvferry.types import SlotKind
+from kvferry.types import SlotKind, Tier
 
 PAGE = 4
 K = Plane(name="k", num_layers=3, element_size=40)
@@ -275,3 +275,25 @@ class Rig:
             engine.close()
         for pool in self.pools.values():
             pool.close()
+
+
+def check_loaded(rig: Rig, at: int, was: list[dict[str, Any]], first: int = 0) -> None:
+    """The pages that the planes need are at device page `at`, exactly."""
+    count = first + len(was)
+    for name, plane in ((plane.name, plane) for plane in rig.geometry.planes):
+        if plane is STATE:
+            assert rig.same(at + len(was) - 1, was[-1], ["state"])
+            continue
+        needed = plane.hit_rule.pages_needed(count, PAGE)
+        for page in range(max(first, count - needed), count):
+            assert rig.same(at + page - first, was[page - first], [name])
+
+
+def quarantined(rig: Rig, tier: Tier) -> list[bytes]:
+    """Keys that events say were put away."""
+    return [
+        key
+        for event in rig.events.drain()
+        if isinstance(event, PagesQuarantined) and event.tier is tier
+        for key in event.keys
+    ]

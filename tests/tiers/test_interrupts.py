@@ -28,6 +28,14 @@ _MOST_LINES = 250
 """Of an operation; of more, every second or third is tried."""
 
 
+@pytest.fixture(autouse=True)
+def python_s_handler() -> Iterator[None]:
+    """Python's own, also where the tests were started with Ctrl-C ignored, as in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class _Lines:
     """Counts lines of the cache's code, and sends SIGINT at one of them."""
 

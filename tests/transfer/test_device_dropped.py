@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import math
 import sys
 import threading
 import weakref
@@ -99,6 +100,19 @@ def test_a_dropped_engine_whose_work_never_ends(
     gpu.release()
     assert gpu.num_pending() == 0
     assert kept.digests[:2].all()
+
+
+def test_a_deadline_that_is_no_number_is_over(gpu: FakeGpu) -> None:
+    """No time is later than it: such a wait would never end."""
+    rig = DeviceRig(gpu)
+    engine = rig.warm_engine()
+    gpu.hold()
+    handle = rig.store(engine, [0, 1], rig.rows(2))
+    with pytest.raises(TransferTimeoutError, match="not over after nan s"):
+        handle.wait(timeout=math.nan)
+    gpu.release()
+    handle.wait()
+    engine.close()
 
 
 def test_closing_while_work_never_ends(gpu: FakeGpu, hours_fly: None) -> None:

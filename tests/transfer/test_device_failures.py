@@ -58,6 +58,48 @@ def test_a_command_buffer_that_cannot_grow(gpu: FakeGpu, function: str, skip: in
     assert set(gpu.holdings.values()) == {0}
 
 
+@pytest.mark.parametrize("stop", [None, KeyboardInterrupt], ids=["refused", "interrupted"])
+@pytest.mark.parametrize(
+    ("function", "which"),
+    [("cuMemFree", 0), ("cuMemFreeHost", 0), ("cuMemFreeHost", 1), ("cuMemFree", 1)],
+    ids=["device", "upload", "report", "sums"],
+)
+def test_a_command_buffer_that_grew_cannot_free_the_old_memory(
+    gpu: FakeGpu, function: str, which: int, stop: type[BaseException] | None
+) -> None:
+    """The large transfer is refused; those after it use the new memory, none what is freed."""
+    num_pages = 70_000  # sums grow, too
+    rig = DeviceRig(gpu, latent(1, num_layers=1), num_pages=num_pages + 1, num_slots=num_pages)
+    engine = rig.warm_engine()
+    rows = rig.rows(num_pages)
+    passed: list[int] = []
+
+    def this_one(address: int) -> bool:
+        passed.append(int(address))
+        if len(passed) != which + 1:
+            return False
+        if stop is not None:
+            raise stop
+        return True
+
+    with (
+        gpu.failing(function, Status.CUDA_ERROR_INVALID_VALUE, when=this_one),
+        pytest.raises(stop or DriverError),
+    ):
+        rig.store(engine, range(num_pages), rows)
+    assert len(passed) > which
+    lost = set(passed)
+    for pages in (2, num_pages):
+        stored = rig.store(engine, range(pages), rows[:pages])
+        commands = stored.held.commands  # type: ignore[attr-defined]
+        assert not lost & {commands._upload.address, commands._report.address, commands.sums}
+        stored.wait()
+        assert stored.verified_pages == pages
+        same(rig.on_host(range(pages)), rig.on_device(rows[:pages]), f"{pages} pages")
+    engine.close()
+    rig.host.close()
+
+
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("launched", [0, 1, 2])
 def test_an_interrupt_between_launches(

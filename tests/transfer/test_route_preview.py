@@ -7,12 +7,20 @@ import itertools
 from typing import Any
 
 import pytest
-from tests.transfer.device_rig import PAGE, DeviceRig, latent
+from tests.transfer.device_rig import PAGE, DeviceRig, latent, same
 from tests.transfer.fake_gpu import FakeGpu
 
 from kvferry.errors import ConfigError, PlanError
 from kvferry.geometry import Geometry, HitRule, Plane
-from kvferry.transfer import BUILT_IN, TransferPlan, compiled_staging, preview_route, staging
+from kvferry.transfer import (
+    BUILT_IN,
+    TransferPlan,
+    compiled_staging,
+    host_copies,
+    preview_route,
+    route_preview,
+    staging,
+)
 from kvferry.types import Direction, Layout, Mover
 
 _TWO_PLANES = Geometry(
@@ -35,6 +43,7 @@ def _slots(num_pages: int, run: int) -> list[int]:
 )
 @pytest.mark.parametrize("run", [1, 3, 12])
 @pytest.mark.parametrize("worth", [1, 60])
+@pytest.mark.parametrize("most_parts", [2, staging.MAX_PARTS])
 def test_an_engine_does_what_its_preview_says(
     gpu: FakeGpu,
     monkeypatch: pytest.MonkeyPatch,
@@ -43,10 +52,13 @@ def test_an_engine_does_what_its_preview_says(
     registered: bool,
     run: int,
     worth: int,
+    most_parts: int,
 ) -> None:
     """Mover, steps, widths, kernels, copy calls and pieces are those of a transfer."""
     for module in (staging, compiled_staging):
         monkeypatch.setattr(module, "PARTS_WORTH_A_CALL", worth)
+    for module in (route_preview, compiled_staging, host_copies):
+        monkeypatch.setattr(module, "MAX_PARTS", most_parts)
     gpu.batches = True  # previews count copies of many pages as there
     rig = DeviceRig(gpu, geometry, num_slots=24, registered=registered)
     staging_bytes = 3 * geometry.slot_bytes()
@@ -88,6 +100,25 @@ def test_an_engine_does_what_its_preview_says(
         calls = [name.removesuffix("_v2") for name in gpu.calls[begin:]]
         found = [sum(name == one for name in calls) for one in _COPIES]
         assert [told.num_copy_calls - told.num_batches, told.num_batches] == found
+    engine.close()
+
+
+@pytest.mark.parametrize("ask", ["route", "explain"])
+def test_a_plan_of_others_is_not_told_of(gpu: FakeGpu, ask: str) -> None:
+    """It is refused, and nothing of it is kept for transfers that look alike: all layers move."""
+    rig = DeviceRig(gpu, latent(48, num_layers=2))
+    engine, rows = rig.engine(), rig.rows(4)
+    theirs = latent(48, num_layers=1)
+    for direction in Direction:
+        plan = TransferPlan.build(theirs, direction, host_slots=[0, 1, 2, 3], device_slots=rows)
+        with pytest.raises(PlanError, match="another geometry"):
+            getattr(engine, ask)(plan)
+    rig.store(engine, [0, 1, 2, 3], rows).wait()
+    wanted = rig.on_device(rows)
+    same(rig.on_host([0, 1, 2, 3]), wanted, "stored")
+    rig.poison()
+    rig.load(engine, [0, 1, 2, 3], rows).wait()
+    same(rig.on_device(rows), wanted, "loaded")
     engine.close()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvferry.cache.ferry import KVFerry
 from kvferry.cache.parts import (
     backend_options,
-    make_engine,
+    make_engines,
     make_pools,
     resolved_config,
     tier_options,
@@ -24,7 +24,7 @@ __all__ = [
     "KVFerry",
     "PeerLoad",
     "backend_options",
-    "make_engine",
+    "make_engines",
     "make_pools",
     "resolved_config",
     "tier_options",

@@ -11,7 +11,7 @@ from kvferry.cache.explanation import explain
 from kvferry.cache.life import CacheLife
 from kvferry.cache.parts import (
     backend_options,
-    make_engine,
+    make_engines,
     make_pools,
     resolved_config,
     tier_options,
@@ -130,45 +130,44 @@ class KVFerry(CacheLife):
             ranks_here=ranks_here,
             reading=reading,
         )
-        engines = {
-            kind: make_engine(
-                device_pool,
-                pool,
-                config,
-                verify=verify is Verify.ALWAYS,
-                timed=self.metrics.enabled,
-            )
-            for kind, pool in pools.items()
-        }
-        data = (
-            DataPlane(geometry, engines, pools, verify=verify)
-            if shared is None
-            else SharedDataPlane(geometry, engines, pools, verify=verify, host=shared)
-        )
         self.switches: Switches = config.switches()
         if storage is not None:
             self.switches.flip(storage=True)
-        manager = TierManager(
-            geometry,
-            PrefixIndex(policy=config.host.eviction_policy, clock=clock),
-            pools,
-            data,
-            options=tier_options(
-                config,
-                next(iter(pools.values())).num_slots,
-                verify,
-                writes_storage=writes_storage,
-            ),
-            switches=self.switches,
-            ranks=ranks,
-            metrics=self.metrics,
-            events=self.events,
-            clock=clock,
-            pump=self._pump,
-        )
-        super().__init__(manager, data, engines, pools, num_threads=config.storage.workers)
-        with contextlib.ExitStack() as unless_made:
-            unless_made.callback(self.close)  # who gets no cache cannot give its memory back
+        with contextlib.ExitStack() as unless_made:  # who gets no cache cannot give memory back
+            for pool in pools.values():
+                unless_made.callback(pool.close)
+            is_checked = verify is Verify.ALWAYS
+            engines = make_engines(
+                device_pool, pools, config, verify=is_checked, timed=self.metrics.enabled
+            )
+            for engine in engines.values():
+                unless_made.callback(engine.close)
+            data = (
+                DataPlane(geometry, engines, pools, verify=verify)
+                if shared is None
+                else SharedDataPlane(geometry, engines, pools, verify=verify, host=shared)
+            )
+            manager = TierManager(
+                geometry,
+                PrefixIndex(policy=config.host.eviction_policy, clock=clock),
+                pools,
+                data,
+                options=tier_options(
+                    config,
+                    next(iter(pools.values())).num_slots,
+                    verify,
+                    writes_storage=writes_storage,
+                ),
+                switches=self.switches,
+                ranks=ranks,
+                metrics=self.metrics,
+                events=self.events,
+                clock=clock,
+                pump=self._pump,
+            )
+            super().__init__(manager, data, engines, pools, num_threads=config.storage.workers)
+            unless_made.pop_all()
+            unless_made.callback(self.close)  # from here on it does all that
             if storage is not None:
                 self.attach_storage(storage)
             elif config.storage.enabled and config.storage.backend is not None:

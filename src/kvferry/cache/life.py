@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from kvferry.cache.reports import CloseReport, FlushReport
+from kvferry.closing import ClosedAtExit
 from kvferry.errors import BackendInterfaceError, ConfigError, PoolInUseError, StorageError
 from kvferry.storage import check_backend, open_backend, try_backend
 from kvferry.tiers import LinkState, check_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import TracebackType
 
     from kvferry.memory import HostPool
     from kvferry.storage import StorageBackend
@@ -31,7 +31,7 @@ _LONGEST_WAIT_SECS = 0.05
 _TRIES = 3
 
 
-class CacheLife:
+class CacheLife(ClosedAtExit):
     """Both planes of a cache in one process, without prompts: see `KVFerry`."""
 
     switches: Switches
@@ -228,14 +228,3 @@ class CacheLife:
                 except PoolInUseError:
                     clean = False
         return CloseReport(clean=clean, jobs=jobs, parked_slots=parked)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

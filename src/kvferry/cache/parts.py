@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from kvferry.geometry import Geometry, PoolView
     from kvferry.memory import MemoryReading
 
-__all__ = ["backend_options", "make_engine", "make_pools", "resolved_config", "tier_options"]
+__all__ = ["backend_options", "make_engines", "make_pools", "resolved_config", "tier_options"]
 
 
 _HUGE_PAGES: Mapping[str, HugePages] = {"off": "never", "auto": "auto", "required": "always"}
@@ -93,22 +94,26 @@ def make_pools(
         huge_pages=_HUGE_PAGES[host.huge_pages],
         **budget,
     )
-    return {
-        kind: HostPool(
-            geometry,
-            num_slots=sizes.slots(kind),
-            kind=kind,
-            locked=host.locked,
-            huge_pages=_HUGE_PAGES[host.huge_pages],
-            # Memory is near to a device, so without one there is nothing to be near to.
-            numa_node=None if bus_id is None else _NUMA_NODE[host.numa],
-            device_bus_id=bus_id,
-            shared=shared,
-            **budget,
-        )
-        for kind in SlotKind
-        if geometry.spans(kind)
-    }
+    pools: dict[SlotKind, HostPool] = {}
+    with contextlib.ExitStack() as unless_made:
+        for kind in SlotKind:
+            if not geometry.spans(kind):
+                continue
+            pools[kind] = HostPool(
+                geometry,
+                num_slots=sizes.slots(kind),
+                kind=kind,
+                locked=host.locked,
+                huge_pages=_HUGE_PAGES[host.huge_pages],
+                # Memory is near to a device, so without one there is nothing to be near to.
+                numa_node=None if bus_id is None else _NUMA_NODE[host.numa],
+                device_bus_id=bus_id,
+                shared=shared,
+                **budget,
+            )
+            unless_made.callback(pools[kind].close)
+        unless_made.pop_all()
+    return pools
 
 
 def bus_id_of(device: str) -> str | None:
@@ -129,7 +134,25 @@ def device_pool_bytes(pool: PoolView) -> int:
     )
 
 
-def make_engine(
+def make_engines(
+    device_pool: PoolView,
+    pools: Mapping[SlotKind, HostPool] | Mapping[SlotKind, AttachedHostPool],
+    config: Config,
+    *,
+    verify: bool,
+    timed: bool,
+) -> dict[SlotKind, TransferEngine]:
+    """The engines between the device pool and each host pool; none if one cannot be made."""
+    engines: dict[SlotKind, TransferEngine] = {}
+    with contextlib.ExitStack() as unless_made:
+        for kind, pool in pools.items():
+            engines[kind] = _make_engine(device_pool, pool, config, verify=verify, timed=timed)
+            unless_made.callback(engines[kind].close)
+        unless_made.pop_all()
+    return engines
+
+
+def _make_engine(
     device_pool: PoolView,
     pool: HostPool | AttachedHostPool,
     config: Config,

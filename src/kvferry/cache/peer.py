@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from kvferry.cache.parts import make_engine, resolved_config
+from kvferry.cache.parts import make_engines, resolved_config
+from kvferry.closing import ClosedAtExit
 from kvferry.errors import RankError, RankTimeoutError, TransferTimeoutError
 from kvferry.sharing import JoinedHost
-from kvferry.tiers import DataPlane, Moved, Verify
+from kvferry.tiers import DataPlane, Moved, Verify, check_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from types import TracebackType
 
     from kvferry.config import Config
     from kvferry.geometry import Geometry, PoolView
@@ -57,7 +57,7 @@ class PeerLoad:
         self._peer.wait_for(self, timeout)
 
 
-class HostPeer:
+class HostPeer(ClosedAtExit):
     """The part of the cache that a rank has whose host copy is kept by rank 0 of its machine.
 
     It has no index and decides nothing. The keeper's `LoadHandle.ticket`, which the engine passes
@@ -92,18 +92,19 @@ class HostPeer:
         timeout: float = 30.0,
         **overrides: Mapping[str, Any],
     ) -> None:
+        check_seconds("timeout", timeout)
         resolved = resolved_config(config, overrides)
         self._host = host = JoinedHost(name, geometry, rank=rank, timeout=timeout)
         self.rank = rank
-        self._engines = {}
         try:
-            for kind, pool in host.pools.items():
-                self._engines[kind] = make_engine(
-                    device_pool, pool, resolved, verify=host.verify is Verify.ALWAYS, timed=False
-                )
+            self._engines = make_engines(
+                device_pool,
+                host.pools,
+                resolved,
+                verify=host.verify is Verify.ALWAYS,
+                timed=False,
+            )
         except BaseException:
-            for engine in self._engines.values():
-                engine.close()
             host.close()
             raise
         self._data = DataPlane(geometry, self._engines, {}, verify=host.verify)
@@ -126,7 +127,7 @@ class HostPeer:
             RankTimeoutError: It did not come from the keeper within `timeout` seconds.
             RankError: The keeper is gone, the ticket was taken before, or this peer is closed.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + check_seconds("timeout", timeout)
         load = PeerLoad(self, tuple(ticket))
         for job in ticket:
             if self._closed:
@@ -163,7 +164,7 @@ class HostPeer:
 
     def wait_for(self, load: PeerLoad, timeout: float) -> None:
         """Block until `load` is over here; see `PeerLoad.wait`."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + check_seconds("timeout", timeout)
         while not load.done:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -183,7 +184,7 @@ class HostPeer:
         in `timeout` seconds: the keeper goes on holding it, and `close` may be called again.
         """
         if not self._closed:
-            deadline = time.monotonic() + timeout
+            deadline = time.monotonic() + check_seconds("timeout", timeout)
             while self._data.num_running and (left := deadline - time.monotonic()) > 0:
                 self._data.wait(min(left, 0.05))
                 self._tell(None)
@@ -192,17 +193,6 @@ class HostPeer:
             for engine in self._engines.values():
                 engine.close()
         self._host.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _tell(self, load: PeerLoad | None) -> int:
         self._host.hear()

@@ -29,6 +29,8 @@ _LENGTH = struct.Struct("<Q")
 # Far more than the indices of any load take. What is longer was not sent by this code.
 _MAX_FRAME_BYTES = 1 << 32
 _RECEIVE_BYTES = 1 << 20
+# Loads of some hundred long prompts. Whoever leaves so much unread does not read.
+_MAX_UNSENT_BYTES = 64 << 20
 # For a thread whose socket was shut down, and which has nothing more to wait for.
 _END_SECS = 10.0
 _CREDENTIALS = struct.Struct("3i")
@@ -101,8 +103,9 @@ def is_gone(process: int) -> bool:
 class Channel:
     """A connected socket that carries messages. `send` never waits, nor does `receive`.
 
-    A process that is slow to read keeps one thread here waiting, and nobody else. The socket is
-    the channel's, and is closed with it. One thread uses it.
+    A process that is slow to read keeps one thread here waiting, and nobody else; of one that does
+    not read at all, a bounded number of bytes is kept. The socket is the channel's, and is closed
+    with it. One thread uses it.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -111,6 +114,8 @@ class Channel:
         self._received = bytearray()
         self._ended = False
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._unsent_bytes = 0
+        self._unsent_lock = threading.Lock()
         self._sender: threading.Thread | None = None
         self._closed = False
 
@@ -128,19 +133,26 @@ class Channel:
         """For select."""
         return self._socket.fileno()
 
-    def send(self, frame: bytes) -> None:
+    def send(self, frame: bytes) -> bool:
         """Have a message of `framed` sent, behind those before it.
 
-        If the other end is gone nobody gets it.
+        False: it is not sent, as the other end has left too much unread. If that end is gone, or
+        this one closed, nobody gets it.
         """
         if self._closed:
-            return
+            return True
+        with self._unsent_lock:
+            unsent = self._unsent_bytes + len(frame)
+            if self._unsent_bytes and unsent > _MAX_UNSENT_BYTES:  # one alone may be as long
+                return False
+            self._unsent_bytes = unsent
         if self._sender is None:
             self._sender = threading.Thread(
                 target=self._send_all, name="kvferry-share", daemon=True
             )
             self._sender.start()
         self._outgoing.put(frame)
+        return True
 
     def send_first(self, message: Message, fds: Sequence[int]) -> None:
         """Send a short message with descriptors, before any other.
@@ -232,6 +244,8 @@ class Channel:
                 self._socket.sendall(frame, socket.MSG_NOSIGNAL)
             except OSError:  # gone: `receive` finds the same, and tells
                 return
+            with self._unsent_lock:
+                self._unsent_bytes -= len(frame)
 
 
 def framed(message: Message) -> bytes:

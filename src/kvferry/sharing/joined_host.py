@@ -96,14 +96,15 @@ class JoinedHost:
     def take(self, job: int) -> MovePages | None:
         """What the keeper wants loaded as `job`, once; None: it has not come yet.
 
-        Raises RankError where the job was taken before, or is older than this connection.
+        Raises RankError where it will not come: the job was taken before, is older than this
+        connection, or was not sent.
         """
         self.hear()
         command = self._waiting.pop(job, None)
         if command is None and job <= self._newest:
             raise RankError(
-                f"load {job} was begun on this rank before, or before it joined: take each ticket "
-                f"once"
+                f"load {job} was begun on this rank before, or before it joined, or was not sent, "
+                f"as this rank had left too much unread: take each ticket once, and poll often"
             )
         return command
 
@@ -115,8 +116,9 @@ class JoinedHost:
                 self._newest = max(self._newest, message.command.job)
 
     def answer(self, moved: Moved) -> None:
-        """Tell the keeper that a load is over."""
-        self._channel.send(framed(Answer(moved)))
+        """Tell the keeper that a load is over; one that reads no answers is taken for gone."""
+        if not self._channel.send(framed(Answer(moved))):
+            self._channel.close()
 
     def wait(self, timeout: float) -> None:
         """Block until the keeper may have said something, at most `timeout` seconds."""

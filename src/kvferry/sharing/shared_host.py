@@ -13,16 +13,16 @@ import os
 import select
 import socket
 import time
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
+from kvferry.closing import ClosedAtExit
 from kvferry.errors import ConfigError, KVFerryError, RankError, RankTimeoutError
 from kvferry.sharing.channel import Channel, address_of, framed, is_gone, open_process, process_at
 from kvferry.sharing.messages import PROTOCOL, Answer, Bye, Hello, Load, Refused, Welcome
-from kvferry.tiers import Moved, Verify
+from kvferry.tiers import Moved, Verify, check_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import TracebackType
 
     from kvferry.geometry import Geometry
     from kvferry.memory import HostPool
@@ -98,7 +98,7 @@ class _Guest:
         self.deadline = deadline
 
 
-class SharedHost:
+class SharedHost(ClosedAtExit):
     """One host copy for the ranks of one machine whose bytes are the same, seen by its keeper.
 
     The keeper is rank 0 of the machine. Give this to its `KVFerry`, which closes it; every other
@@ -183,7 +183,7 @@ class SharedHost:
         """
         if self._offer is None:
             raise ConfigError("give this SharedHost to a KVFerry first: KVFerry(..., shared=host)")
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + check_seconds("timeout", timeout)
         self._look()
         while missing := self.missing_ranks():
             left = deadline - time.monotonic()
@@ -212,10 +212,14 @@ class SharedHost:
         now, pages = time.monotonic(), len(command.host_slots)
         asked = set()
         for peer in self._peers.values():
-            if not peer.channel.ended:
-                peer.channel.send(frame)
+            if peer.channel.ended:
+                continue
+            asked.add(peer.generation)
+            if peer.channel.send(frame):
                 peer.loads[command.job] = (now, pages)
-                asked.add(peer.generation)
+            else:
+                error = f"{peer.name} does not read what it is sent, and was not sent this load"
+                self._over.append(Owed(peer.generation, Moved(command.job, error=error)))
         return asked
 
     def poll(self) -> list[Owed]:
@@ -255,17 +259,6 @@ class SharedHost:
                 self._over.append(Owed(peer.generation, Moved(job, error=error)))
         self._guests.clear()
         self._peers.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # ---------------------------------------------------------------- inside
 

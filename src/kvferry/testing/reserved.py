@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from types import TracebackType
-from typing import Self
 
+from kvferry.closing import ClosedAtExit
 from kvferry.errors import BudgetError, ConfigError, PoolClosedError
 
 __all__ = ["ReservedSpace"]
@@ -17,7 +16,7 @@ _MAP_NORESERVE = 0x4000
 _PROT_NONE = 0
 
 
-class ReservedSpace:
+class ReservedSpace(ClosedAtExit):
     """`num_bytes` of address space in which only committed ranges may be touched.
 
     Touching anything else ends the process with SIGSEGV: a wrong address cannot go unnoticed.
@@ -87,14 +86,3 @@ class ReservedSpace:
             return
         self._libc.munmap(ctypes.c_void_p(self._address), ctypes.c_size_t(self._num_bytes))
         self._address = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from kvferry.closing import ClosedAtExit
 from kvferry.geometry import Geometry, HitRule, Plane, PoolView
 from kvferry.kernels import digest_spans, span_seeds
 from kvferry.memory import HostPool, RegisteredHostPool, SlotOwner
@@ -65,7 +65,7 @@ class DeviceMemory(Protocol):
         """Raise AssertionError unless guards and buffer are as they should be."""
 
 
-class RoundTrip:
+class RoundTrip(ClosedAtExit):
     """Pools, page lists and what the pools should hold, for `store` and then `load` on any path.
 
     Args:
@@ -206,17 +206,6 @@ class RoundTrip:
     def close(self) -> None:
         """Give the host pool's memory back."""
         self._host.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _load_damaged(self, engine: TransferEngine, plan: TransferPlan) -> None:
         layer = self._host.view.view(self._plane.name, _NUM_LAYERS - 1)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
+from kvferry.closing import ClosedAtExit
 from kvferry.errors import TransferError
 from kvferry.transfer.device_transfer import read_report
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["CapturedTransfer"]
 
 
-class CapturedTransfer:
+class CapturedTransfer(ClosedAtExit):
     """A transfer that every replay of a graph carries out anew, with the slots of its plan.
 
     It lies in the captured stream, so it is in order with the rest of the graph: what comes before
@@ -91,14 +91,3 @@ class CapturedTransfer:
         self._commands = None
         self._on_close(self)
         self._owner = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

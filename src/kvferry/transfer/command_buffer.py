@@ -174,22 +174,23 @@ class CommandBuffer:
         staged[fault + 8 : self._upload_bytes] = 0
 
     def _reserve(self, device_bytes: int, report_bytes: int, sums_bytes: int) -> int:
-        # First the new, then away with the old: where there is no room for it, nothing changed.
+        # First the new, and it takes its place; then away with the old. So where there is no room,
+        # where the driver keeps the old, or after an interrupt, what is here can be used.
         if self._device.num_bytes < device_bytes:
             grown = _pair(self._context, 1 << (device_bytes - 1).bit_length())
-            self._device.close()
-            self._upload.close()
+            old = (self._device, self._upload)
             self._device, self._upload = grown
             self._staged = _bytes_of(self._upload)
+            close_all(old)
         if self._report.num_bytes < report_bytes:
             report = PinnedBuffer(self._context, 1 << (report_bytes - 1).bit_length())
-            self._report.close()
-            self._report = report
+            report, self._report = self._report, report
+            report.close()
         if self._sums.num_bytes < sums_bytes:
             sums = DeviceBuffer(self._context, 1 << (sums_bytes - 1).bit_length())
-            self._sums.close()
-            self._sums = sums
             self._sums_are_zero = False
+            sums, self._sums = self._sums, sums
+            sums.close()
         return self._device.address
 
     def keep_rows(self, stream: Stream) -> None:

@@ -21,7 +21,7 @@ from kvferry.kernels import (
     fields_of,
     submit_staged,
 )
-from kvferry.transfer.staging import PARTS_WORTH_A_CALL
+from kvferry.transfer.staging import MAX_PARTS, PARTS_WORTH_A_CALL
 from kvferry.types import Direction
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CompiledStaging"]
 
-_MAX_PARTS = 1 << 14
 _MAX_LAYOUTS = 256
 
 
@@ -98,7 +97,7 @@ class CompiledStaging:
         self._chunks = (ChunkArgs * len(chunks))(
             *(ChunkArgs(one.address, one.end) for one in chunks)
         )
-        self._parts = np.empty((3, _MAX_PARTS), np.uint64)
+        self._parts = np.empty((3, MAX_PARTS), np.uint64)
         targets, sources, sizes = (row.ctypes.data for row in self._parts)
         found = {
             field: self._driver.entry_point(name, version)
@@ -123,7 +122,7 @@ class CompiledStaging:
                 part_targets=targets,
                 part_sources=sources,
                 part_sizes=sizes,
-                max_parts=_MAX_PARTS,
+                max_parts=MAX_PARTS,
             )
             for direction in Direction
         }

@@ -215,7 +215,7 @@ class DeviceTransfer(TransferHandle):
         deadline = time.monotonic() + timeout
         with self._context.beside_captures():
             while not self._look():
-                if time.monotonic() >= deadline:
+                if not time.monotonic() < deadline:  # also where it is no number: that never comes
                     raise TransferTimeoutError(
                         f"{self.plan.direction.value} of {self.plan.num_pages} pages on path "
                         f"{self.path} is not over after {timeout:g} s; it goes on: wait again, or "

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol
 
+from kvferry.closing import ClosedAtExit
 from kvferry.env import debug_checks
 from kvferry.errors import ConfigError, DriverError, PlanError, TransferTimeoutError, ViewError
 from kvferry.kernels.jit import process_loader
@@ -57,7 +57,7 @@ class _Carrier(Protocol):
     def close(self) -> None: ...
 
 
-class TransferEngine:
+class TransferEngine(ClosedAtExit):
     """Loads and stores between a device pool and a host pool.
 
     A device pool in host memory (an engine on the CPU) is served by the ``cpu`` path, or by
@@ -236,27 +236,25 @@ class TransferEngine:
         """For each (plane, layer) that `plan` moves: which kernel carries it on a GPU, and why.
 
         Empty in host memory, where `path` is all there is to say.
+
+        Raises:
+            PlanError: The plan is of another geometry or slot kind.
         """
+        self._check_pools(plan)
         return self._carrier.explain(plan)
 
     def route(self, plan: TransferPlan) -> Route | None:
-        """Which mover carries `plan` on a GPU, in which steps, and why; None in host memory."""
+        """Which mover carries `plan` on a GPU, in which steps, and why; None in host memory.
+
+        Raises:
+            PlanError: The plan is of another geometry or slot kind.
+        """
+        self._check_pools(plan)
         return self._carrier.route(plan)
 
     def close(self) -> None:
         """Wait for what is in flight and give back what the engine holds of a GPU."""
         self._carrier.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _submit(
         self, plan: TransferPlan, direction: Direction, stream: int | None
@@ -267,13 +265,7 @@ class TransferEngine:
     def _check(self, plan: TransferPlan, direction: Direction) -> None:
         if plan.direction is not direction:
             raise PlanError(f"the plan is a {plan.direction.value}, not a {direction.value}")
-        if plan.geometry.fingerprint != self._device.geometry.fingerprint:
-            raise PlanError("the plan is of another geometry than the pools; build it from theirs")
-        if plan.kind is not self._host.kind:
-            raise PlanError(
-                f"the plan moves {plan.kind.value} slots, but the host pool keeps "
-                f"{self._host.kind.value} slots"
-            )
+        self._check_pools(plan)
         for pool in (self._device, self._host.view):
             if not pool.still_there():
                 raise ViewError(
@@ -311,6 +303,17 @@ class TransferEngine:
             _check_range(what, rows, self._device.num_rows(name), "rows")
         if self._device.shared_storage and direction is Direction.LOAD:
             check_apart(plan, self._device)
+
+    def _check_pools(self, plan: TransferPlan) -> None:
+        # Also of a plan that is only asked about: routes are kept, by what tells those of one
+        # geometry apart.
+        if plan.geometry.fingerprint != self._device.geometry.fingerprint:
+            raise PlanError("the plan is of another geometry than the pools; build it from theirs")
+        if plan.kind is not self._host.kind:
+            raise PlanError(
+                f"the plan moves {plan.kind.value} slots, but the host pool keeps "
+                f"{self._host.kind.value} slots"
+            )
 
 
 # What a GPU may still use although its engine is gone: kept, as it must not be used for else.

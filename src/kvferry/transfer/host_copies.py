@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvferry.errors import DriverTooOldError
 from kvferry.kernels.jit import PieceCopy, RowCopy
-from kvferry.transfer.staging import cut_copy, wants_one_call
+from kvferry.transfer.staging import MAX_PARTS, cut_copy, wants_one_call
 from kvferry.types import Direction
 
 if TYPE_CHECKING:
@@ -153,10 +153,14 @@ class PlanCopies:
         sizes = pages.sizes[: piece.num_pages]
         if not pages.in_one_chunk:
             host, device, sizes = self._inside_chunks(host, device, sizes)
-        if self._plan.direction is Direction.STORE:
-            copy.submit(self._stream, host, device, sizes)
-        else:
-            copy.submit(self._stream, device, host, sizes)
+        is_load = self._plan.direction is Direction.LOAD
+        targets, sources = (device, host) if is_load else (host, device)
+        for first in range(0, sizes.size, MAX_PARTS):
+            part = slice(first, first + MAX_PARTS)
+            copy.submit(
+                self._stream,
+                *(numbers.reshape(-1)[part] for numbers in (targets, sources, sizes)),
+            )
 
     def _pages_of(self, group: Group) -> _Pages:
         bands, slots = group.bands, self._plan.host_slots

@@ -9,6 +9,7 @@ import bisect
 import dataclasses
 import itertools
 import math
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -25,6 +26,13 @@ WidthCurve = tuple[tuple[int, float], ...]
 """Row widths in bytes, ascending, each with a rate in GB/s."""
 
 _FORMAT = 1
+
+# Far outside of what any link has. A file may hold any number, and what is worked out from these
+# stays finite and above zero.
+_LEAST_RATE, _MOST_RATE = 1e-6, 1e6
+_MOST_BLOCKS = (1 << 31) - 1
+_MOST_WIDTH = 1 << 40
+
 _T = TypeVar("_T")
 
 
@@ -153,7 +161,9 @@ class DeviceProfile:
 
 
 def _bad(name: str, value: object, should: str) -> ConfigError:
-    return ConfigError(f"device profile: {name}={value!r}, but {should}; run kvferry calibrate")
+    return ConfigError(
+        f"device profile: {name}={reprlib.repr(value)}, but {should}; run kvferry calibrate"
+    )
 
 
 def _both_ways(name: str, given: Any, check: Callable[[str, Any], _T]) -> Mapping[Direction, _T]:
@@ -166,21 +176,27 @@ def _both_ways(name: str, given: Any, check: Callable[[str, Any], _T]) -> Mappin
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise _bad(name, value, "it is a finite number")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError as huge:  # whole numbers have no end
+        raise _bad(name, value, "it is a finite number") from huge
+    if not math.isfinite(number):
+        raise _bad(name, value, "it is a finite number")
+    return number
 
 
 def _rate(name: str, value: Any) -> float:
     rate = _number(name, value)
-    if rate <= 0:
-        raise _bad(name, rate, "it is GB/s, above 0")
+    if not _LEAST_RATE <= rate <= _MOST_RATE:
+        raise _bad(name, rate, f"it is GB/s, from {_LEAST_RATE:g} to {_MOST_RATE:,.0f}")
     return rate
 
 
 def _quota(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _bad(name, value, "it is a number of blocks, 1 or more")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_BLOCKS:
+        raise _bad(name, value, f"it is a number of blocks, from 1 to {_MOST_BLOCKS:,}")
     return value
 
 
@@ -196,8 +212,11 @@ def _curve(name: str, value: Any) -> WidthCurve:
         if len(_sequence(name, point)) != 2:
             raise _bad(name, point, "a point of it is a width and a rate")
         width, rate = point
-        if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-            raise _bad(name, width, "a width is a whole number of bytes, 1 or more")
+        whole = isinstance(width, int) and not isinstance(width, bool)
+        if not whole or not 1 <= width <= _MOST_WIDTH:
+            raise _bad(
+                name, width, f"a width is a whole number of bytes, from 1 to {_MOST_WIDTH:,}"
+            )
         points.append((width, _rate(name, rate)))
     if not points or any(one[0] >= two[0] for one, two in itertools.pairwise(points)):
         raise _bad(name, value, "it has one width or more, each above the one before")

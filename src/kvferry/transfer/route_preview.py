@@ -19,6 +19,7 @@ from kvferry.transfer.paths import check_gpu_paths, disabled_gpu_paths, staging_
 from kvferry.transfer.route import Route, plan_route
 from kvferry.transfer.router import host_places, planned_count, refuse_little_staging
 from kvferry.transfer.staging import (
+    MAX_PARTS,
     SHORT_PIECE_BYTES,
     Place,
     piece_capacity,
@@ -78,7 +79,7 @@ class RoutePreview:
     """What the copy engine is told, where copies of many pieces are to be had."""
 
     num_batches: int
-    """How many of these calls have many pieces."""
+    """How many of these calls have many pieces: at most `MAX_PARTS` each."""
 
     kernels: tuple[KernelUse, ...]
 
@@ -190,7 +191,7 @@ def preview_route(
         seconds=exact.seconds,
         num_pieces=len(copies),
         num_copy_calls=sum(calls for calls, _ in copies),
-        num_batches=sum(many for _, many in copies),
+        num_batches=sum(calls for calls, many in copies if many),
         kernels=kernels,
     )
 
@@ -232,7 +233,7 @@ def _host_views(geometry: Geometry, layout: Layout) -> dict[int, LayerView]:
 def _copies(
     route: Route, num_pages: int, run: int, capacity: int, direction: Direction
 ) -> Iterator[tuple[int, bool]]:
-    """Of each piece: how many copy calls, and whether it is one call of many. As `HostCopies`."""
+    """Of each piece: how many copy calls, and whether those are of many. As `HostCopies`."""
     if route.mover is Mover.DIRECT:
         return
     for piece in pieces_of(
@@ -245,8 +246,9 @@ def _copies(
         group = route.groups[piece.group]
         runs = (piece.first_page + piece.num_pages - 1) // run - piece.first_page // run + 1
         calls = runs * len(group.bands)
-        many = run < num_pages and wants_one_call(calls, piece.num_pages * len(group.bands))
-        yield (1, True) if many else (calls, False)
+        parts = piece.num_pages * len(group.bands)
+        many = run < num_pages and wants_one_call(calls, parts)
+        yield (-(-parts // MAX_PARTS), True) if many else (calls, False)
 
 
 def _kernels(

@@ -29,9 +29,10 @@ from kvferry.kernels import (
     no_kernel,
     span_args,
 )
-from kvferry.kernels.jit import DeviceBuffer, PieceCopy, PinnedBuffer, Stream
+from kvferry.kernels.jit import DeviceBuffer, PinnedBuffer, Stream
 from kvferry.transfer.closing import Closes, close_all
 from kvferry.transfer.row_lists import RowList, RowUploads
+from kvferry.transfer.row_rooms import Room, RowRooms, rooms_of
 from kvferry.transfer.span_launcher import SpanLauncher
 from kvferry.transfer.span_table import Carried, SpanTable
 from kvferry.transfer.staging import Piece
@@ -119,7 +120,7 @@ class RowMover:
             self._report = PinnedBuffer(context, 256)
             self._flags = [DeviceBuffer(context, _SMALLEST_FLAGS)]
             self._uploads = RowUploads(context)
-            self._pieces = PieceCopy(context) if context.driver.version >= (12, 8) else None
+            self._rooms = RowRooms(context)
             self._no_fault_yet(self._setup)
 
     def decide(self, move: RowMove, options: RowOptions = RowOptions()) -> CopyDecision:  # noqa: B008
@@ -197,6 +198,9 @@ class RowMover:
     ) -> None:
         """Away from the device by way of staging: laid out there, then copied by the copy engine.
 
+        What does not have room at once goes in two halves of staging by turns, so that a copy runs
+        beside the kernels of the next.
+
         Args:
             moves: Their host views are of staging, from address 0 on, `row_bytes` a row.
             device_rows: Rows of the device views.
@@ -204,7 +208,7 @@ class RowMover:
             row_bytes: All that staging holds of a row.
             staging: Its address, on 128 bytes.
             staging_rows: How many it has room for; at least 1.
-            stream: A stream's handle; kernels and copies are all in it.
+            stream: A stream's handle; kernels are in it, and it is behind the copies in the end.
             options: How.
 
         Raises as `move`, and PlanError where staging is not as it must be.
@@ -227,12 +231,14 @@ class RowMover:
             launcher = self._launcher(options.num_blocks)
             launcher.begin(_Batch(count, Direction.STORE), table, memory)
             blocks = RELAYOUT_BLOCKS * self._context.num_multiprocessors
-            for first in range(0, count, staging_rows):
-                size = min(staging_rows, count - first)
-                piece = Piece(group=0, first_page=first, num_pages=size, ends_group=True)
+
+            def lay_out(room: Room) -> None:
+                piece = Piece(0, first_page=room.first, num_pages=room.num_rows, ends_group=True)
                 for step in table.steps:
-                    launcher.launch_staged(step, memory, piece, staging, blocks, theirs)
-                self._copy_out(host_addresses[first : first + size], row_bytes, staging, theirs)
+                    launcher.launch_staged(step, memory, piece, room.address, blocks, theirs)
+
+            rooms = rooms_of(staging, staging_rows, row_bytes, count)
+            self._rooms.store(rooms, lay_out, host_addresses, row_bytes, theirs)
             self._uploads.used(theirs)
 
     def first_fault(self, stream: int) -> int | None:
@@ -248,22 +254,6 @@ class RowMover:
             self._no_fault_yet(theirs)
         fault = fault_of(code)
         return None if fault is None else fault.page
-
-    def _copy_out(
-        self, addresses: NDArray[np.int64], row_bytes: int, staging: int, stream: Stream
-    ) -> None:
-        """Rows of staging to `addresses`, neighbours in one piece."""
-        breaks = np.flatnonzero(addresses[1:] - addresses[:-1] != row_bytes) + 1
-        starts = np.concatenate([np.zeros(1, np.int64), breaks])
-        ends = np.append(breaks, len(addresses))
-        targets = np.ascontiguousarray(addresses[starts], np.int64)
-        sources = staging + starts * row_bytes
-        sizes = (ends - starts) * row_bytes
-        if self._pieces is not None and len(sizes) > 1 and int(stream.handle):
-            self._pieces.submit(stream, targets, sources, sizes)
-            return
-        for target, source, size in zip(targets, sources, sizes, strict=True):
-            stream.copy_out(int(target), int(source), int(size))
 
     def _memory(self, device_rows: RowList, stream: Stream) -> _Memory:
         flags = self._flags[-1]
@@ -347,6 +337,7 @@ class RowMover:
             held: list[Closes] = [
                 *self._tables.values(),
                 self._uploads,
+                self._rooms,
                 *self._flags,
                 self._fault,
                 self._report,

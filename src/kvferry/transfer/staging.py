@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvferry.geometry import Span
 
 __all__ = [
+    "MAX_PARTS",
     "PARTS_WORTH_A_CALL",
     "SHORT_PIECE_BYTES",
     "Band",
@@ -45,6 +46,8 @@ _BAND_ALIGNMENT = 256
 _MAX_PITCH = (1 << 31) - 1
 PARTS_WORTH_A_CALL = 60
 """A call of the copy engine may have so many parts before several calls are better."""
+MAX_PARTS = 1 << 14
+"""A call has at most so many parts: compiled code has room for no more."""
 SHORT_PIECE_BYTES = 4 << 20
 """The shortest last piece of a load and first of a store: its relayout is beside no copy."""
 

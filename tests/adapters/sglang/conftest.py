@@ -6,7 +6,13 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.adapters.sglang.fake_world import World
 
 
 class _Anything(type):
@@ -37,3 +43,12 @@ if importlib.util.find_spec("sglang") and not importlib.util.find_spec("torchvis
         _stub = _Stub(f"torchvision{_name}")
         _stub.__spec__ = importlib.machinery.ModuleSpec(_stub.__name__, None)
         sys.modules[_stub.__name__] = _stub
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """A GPU that the adapter finds, and that nobody has used wrongly in the end."""
+    # Only the tests that want one need torch.
+    from tests.adapters.sglang.fake_world import a_world
+
+    yield from a_world(monkeypatch)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import kvferry.adapters.sglang as adapter
-from kvferry.adapters.sglang.install import HOMES
+from kvferry.adapters.sglang import library_rows
+from kvferry.adapters.sglang.install import HOMES, POOLS
 from kvferry.errors import BackendInterfaceError, MissingDependencyError
 
 _NAMES = [name for name in adapter.__all__ if name.startswith(("transfer_hicache", "can_use"))]
-_DSA = "sglang.srt.mem_cache.pool_host.dsa"
 
 
 def _function(name: str) -> Callable[..., Any]:
@@ -102,7 +102,7 @@ def test_what_is_left_is_said(engine: Engine) -> None:
         left = {name.rpartition(".")[2]: why for name, why in done.left.items()}
         assert "heads" in left["transfer_hicache_one_layer_page_unified_lf"]
         assert "no such" in left["can_use_something_new"]
-        assert "transfer_kv_per_layer_mla" in left
+        assert all("cannot import" in done.left[name] for name in POOLS)
         assert engine.home.can_use_something_new() == "theirs"
         told = str(done)
         assert "left" in told
@@ -110,15 +110,40 @@ def test_what_is_left_is_said(engine: Engine) -> None:
         assert done.version in told
 
 
-def test_the_indexers_loads(engine: Engine) -> None:
-    """They are another library's functions: replaced in the indexer's pool alone."""
-    other = lambda src, dst, src_indices, dst_indices, item_size: "theirs"  # noqa: E731, ARG005
-    pool = engine.module(_DSA, transfer_kv_per_layer_mla=other)
-    mamba = engine.module("sglang.srt.mem_cache.pool_host.mamba", transfer_kv_per_layer_mla=other)
-    with adapter.install():
-        assert pool.transfer_kv_per_layer_mla is adapter.transfer_kv_per_layer_mla
-        assert mamba.transfer_kv_per_layer_mla is other
-    assert pool.transfer_kv_per_layer_mla is other
+def _others(*names: str) -> dict[str, Callable[..., Any]]:
+    """Functions of another library, with the parameters of ours."""
+    return {name: _function(name) for name in names}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_pools_of_indexers_and_states(engine: Engine, name: str) -> None:
+    """They call another library's functions: replaced in these pools, and nowhere else."""
+    theirs = _others(*library_rows.__all__)
+    pool = engine.module(name, **theirs)
+    stranger = engine.module("sglang.srt.mem_cache.pool_host.unified", **theirs)
+    library = engine.module("sglang.library", **theirs)
+    with adapter.install() as done:
+        for one in theirs:
+            assert getattr(pool, one) is getattr(adapter, one)
+            assert getattr(stranger, one) is getattr(library, one) is theirs[one]
+        assert "no host pool holds" in done.left[f"{stranger.__name__}.transfer_kv_all_layer_mla"]
+    assert {one: getattr(pool, one) for one in theirs} == theirs
+
+
+def test_why_transfers_of_pools_are_left(engine: Engine) -> None:
+    """Each that a pool calls and kvferry has not is named, with the reason."""
+    names = {
+        "transfer_kv_direct": "direct I/O",
+        "transfer_kv_all_layer_lf_ph": "page_head",
+        "transfer_cache_dsv4_mla": "DeepSeek V4",
+        "transfer_kv_all_layer": "HiCache's own functions",
+    }
+    engine.module(POOLS[0], **dict.fromkeys(names, len))
+    engine.module("sglang.srt.mem_cache.pool_host.mha", **dict.fromkeys(names, len))
+    with adapter.install() as done:
+        for name, why in names.items():
+            for module in (POOLS[0], "sglang.srt.mem_cache.pool_host.mha"):
+                assert why in done.left[f"{module}.{name}"]
 
 
 def test_twice_is_once(engine: Engine) -> None:

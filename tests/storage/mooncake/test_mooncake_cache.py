@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from tests.cache.test_ferry import TOKENS, Engine
+from tests.cache.ferry_rig import TOKENS, Engine
 from tests.storage.mooncake.pool_rig import Master, opened, until
 
 

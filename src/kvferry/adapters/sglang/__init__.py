@@ -18,11 +18,17 @@ from kvferry.adapters.sglang.hicache import (
     transfer_hicache_all_layer_staged_lf_pf,
     transfer_hicache_one_layer,
     transfer_hicache_one_layer_mla,
-    transfer_kv_per_layer_mla,
-    transfer_kv_per_layer_mla_pf_lf,
     why_not,
 )
 from kvferry.adapters.sglang.install import Installed, Replaced, install, install_as_plugin
+from kvferry.adapters.sglang.library_rows import (
+    transfer_kv_all_layer_mla,
+    transfer_kv_all_layer_mla_lf_pf,
+    transfer_kv_mamba_lf_pf,
+    transfer_kv_mamba_pf_lf,
+    transfer_kv_per_layer_mla,
+    transfer_kv_per_layer_mla_pf_lf,
+)
 
 __all__ = [
     "Installed",
@@ -37,6 +43,10 @@ __all__ = [
     "transfer_hicache_all_layer_staged_lf_pf",
     "transfer_hicache_one_layer",
     "transfer_hicache_one_layer_mla",
+    "transfer_kv_all_layer_mla",
+    "transfer_kv_all_layer_mla_lf_pf",
+    "transfer_kv_mamba_lf_pf",
+    "transfer_kv_mamba_pf_lf",
     "transfer_kv_per_layer_mla",
     "transfer_kv_per_layer_mla_pf_lf",
     "why_not",

@@ -18,11 +18,10 @@ from kvferry.adapters.sglang.row_requests import (
     element_size_of,
     move_options,
     move_rows,
-    packed_rows,
     write_back,
 )
-from kvferry.adapters.sglang.row_tensors import gpu_at, gpu_of, row_view, rows_of
-from kvferry.errors import KVFerryError, PlanError
+from kvferry.adapters.sglang.row_tensors import gpu_at, gpu_of, rows_of
+from kvferry.errors import KVFerryError
 from kvferry.kernels import refused_paths, resolve_copy
 from kvferry.transfer import disabled_gpu_paths, why_no_gpu
 
@@ -35,8 +34,6 @@ __all__ = [
     "transfer_hicache_all_layer_staged_lf_pf",
     "transfer_hicache_one_layer",
     "transfer_hicache_one_layer_mla",
-    "transfer_kv_per_layer_mla",
-    "transfer_kv_per_layer_mla_pf_lf",
     "why_not",
 ]
 
@@ -244,49 +241,6 @@ def transfer_hicache_all_layer_mla_staged_lf_pf(
     """`transfer_hicache_all_layer_staged_lf_pf` for one plane."""
     planes = [StagedPlane("plane", ptr_src, staging, dst, element_size)]
     write_back(planes, src_indices, dst_indices, move_options(unroll, block_quota))
-
-
-def transfer_kv_per_layer_mla(
-    src: Any,
-    dst: Any,
-    src_indices: Any,
-    dst_indices: Any,
-    item_size: int,
-    block_quota: int | None = None,
-    num_warps_per_block: int | None = None,
-) -> None:
-    """Packed rows of `item_size` bytes of one layer, as the engine loads its indexer's pages."""
-    gpu = gpu_of(dst, src)
-    sides = [
-        gpu.tensors([(name, tensor, packed_rows(name, tensor, item_size))])
-        for name, tensor in (("src", src), ("dst", dst))
-    ]
-    move_rows(gpu, sides, src_indices, dst_indices, move_options(None, block_quota))
-
-
-def transfer_kv_per_layer_mla_pf_lf(
-    src: Any,
-    dst: Any,
-    src_indices: Any,
-    dst_indices: Any,
-    layer_id: int,
-    item_size: int,
-    src_layout_dim: int,
-    block_quota: int | None = None,
-    num_warps_per_block: int | None = None,
-) -> None:
-    """The same out of a token_major pool, whose rows of all layers are `src_layout_dim` bytes."""
-    gpu = gpu_of(dst, src)
-    whole = packed_rows("src", src, src_layout_dim)
-    if not 0 <= layer_id * item_size <= src_layout_dim - item_size:
-        raise PlanError(
-            f"layer {layer_id} of {item_size} bytes does not lie in rows of {src_layout_dim}"
-        )
-    at = whole.address + layer_id * item_size
-    layer = row_view("src", at, whole.num_rows, src_layout_dim, item_size)
-    source = gpu.tensors([("src", src, layer)])
-    target = gpu.tensors([("dst", dst, packed_rows("dst", dst, item_size))])
-    move_rows(gpu, [source, target], src_indices, dst_indices, move_options(None, block_quota))
 
 
 def why_not(*, element_size: int, unroll: int | None = None, block_quota: int | None = None) -> str:

@@ -9,14 +9,14 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple, Self
 
-from kvferry.adapters.sglang import hicache
+from kvferry.adapters.sglang import hicache, library_rows
 from kvferry.errors import BackendInterfaceError, KVFerryError, MissingDependencyError
 
-__all__ = ["HOMES", "Installed", "Replaced", "install", "install_as_plugin"]
+__all__ = ["HOMES", "POOLS", "Installed", "Replaced", "install", "install_as_plugin"]
 
 _logger = logging.getLogger(__name__)
 
@@ -29,12 +29,32 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     for name in hicache.__all__
     if name.startswith(("transfer_hicache_", "can_use_"))
 }
-# The indexer's pages come by way of another library's functions, which its pool has imported.
-_INDEXER = "sglang.srt.mem_cache.pool_host.dsa"
-_INDEXER_LOADS: dict[str, Callable[..., Any]] = {
-    name: getattr(hicache, name)
-    for name in ("transfer_kv_per_layer_mla", "transfer_kv_per_layer_mla_pf_lf")
+# Pages of indexers and recurrent states come by way of another library's functions, which these
+# pools have imported. Others that import them keep theirs: they move what no host pool holds.
+POOLS = (
+    "sglang.srt.mem_cache.pool_host.dsa",
+    "sglang.srt.mem_cache.pool_host.mamba",
+    "sglang.srt.mem_cache.memory_pool_host",
+)
+"""Pools beside K, V and latents whose transfers are replaced: of indexers, recurrent states and
+DeepSeek V4."""
+
+_OF_POOLS: dict[str, Callable[..., Any]] = {
+    name: getattr(library_rows, name) for name in library_rows.__all__
 }
+_KEPT_POOLS = tuple(
+    f"sglang.srt.mem_cache.{name}"
+    for name in ("pool_host.mha", "pool_host.mla", "pool_host.unified", "pool_host.hisparse",
+                 "hisparse_memory_pool")
+)  # fmt: skip
+_POOL_NAME = re.compile(r"transfer_(kv|state|mamba|cache)_\w+")
+# The first that fits.
+_WHY_LEFT = (
+    ("_direct", "the direct I/O backend, which copies whole pages without a kernel"),
+    ("_ph", "page_head pools are grouped by heads, which kvferry's kernels do not follow"),
+    ("dsv4", "rows of DeepSeek V4 that are picked apart, which is more than a copy"),
+    ("", "called only where HiCache's own functions are not, or for what no host pool holds"),
+)
 _LEFT_NAME = re.compile(r"(transfer_hicache|can_use)_\w+")
 
 
@@ -126,9 +146,9 @@ def install() -> Installed:
             f"SGLang {done.version} has its HiCache functions in neither of {', '.join(HOMES)}; "
             f"install a release from 0.5.10 to 0.5.23"
         )
-    indexer = _module(_INDEXER)
+    pools = {name: _pool(name, done) for name in POOLS}
     with _lock:
-        wanted = list(_of_homes(homes, done)) + list(_of_indexer(indexer, done))
+        wanted = list(_of_homes(homes, done)) + list(_of_pools(pools, done))
         _check_parameters(wanted)
         for module, name, ours in wanted:
             # One module may be known by two names.
@@ -172,9 +192,16 @@ def _module(name: str) -> ModuleType | None:
     except ModuleNotFoundError as absent:
         if absent.name is not None and (name == absent.name or name.startswith(f"{absent.name}.")):
             return None
-        if name == _INDEXER:
-            return None  # it needs what only a machine that serves has
         raise
+
+
+def _pool(name: str, done: Installed) -> ModuleType | None:
+    """A pool's module; None, with a word of it, where it needs what only a serving machine has."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as absent:
+        done.left[name] = f"this engine cannot import it on this machine: {absent}"
+        return None
 
 
 def _of_homes(
@@ -199,14 +226,22 @@ def _of_homes(
                     yield module, name, ours_of[id(value)]
 
 
-def _of_indexer(
-    indexer: ModuleType | None, done: Installed
+def _of_pools(
+    pools: Mapping[str, ModuleType | None], done: Installed
 ) -> Iterable[tuple[ModuleType, str, Callable[..., Any]]]:
-    for name, ours in _INDEXER_LOADS.items():
-        if indexer is not None and hasattr(indexer, name):
-            yield indexer, name, ours
-        else:
-            done.left[f"{_INDEXER}.{name}"] = "this engine has not imported it on this machine"
+    """Names of the pools to replace; of the others it is noted why they stay."""
+    kept = {name: sys.modules.get(name) for name in _KEPT_POOLS}
+    for module_name, module in {**pools, **kept}.items():
+        if module is None:
+            continue
+        for name, theirs in list(vars(module).items()):
+            if not _POOL_NAME.fullmatch(name) or not callable(theirs):
+                continue
+            if name in _OF_POOLS and module_name in pools:
+                yield module, name, _OF_POOLS[name]
+            elif "hicache" not in name:
+                why = next(why for part, why in _WHY_LEFT if part in name)
+                done.left[f"{module_name}.{name}"] = why
 
 
 def _check_parameters(wanted: Iterable[tuple[ModuleType, str, Callable[..., Any]]]) -> None:

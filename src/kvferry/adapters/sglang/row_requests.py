@@ -182,7 +182,10 @@ def write_back(
 
 
 def packed_rows(name: str, tensor: Any, row_bytes: int) -> LayerView:
-    """Dense rows of so many bytes."""
+    """Dense rows of so many bytes; what is left over behind the last whole one is none."""
     if row_bytes < 1 or row_bytes % tensor.element_size():
         raise PlanError(f"rows of {row_bytes} bytes are no whole numbers of {name}")
+    count = tensor.numel() * tensor.element_size() // row_bytes
+    if count and tensor.is_contiguous():
+        return row_view(name, tensor.data_ptr(), count, row_bytes, row_bytes)
     return rows_of(name, tensor, element_dim=row_bytes // tensor.element_size())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from kvferry.adapters.transformers.layer_parts import CacheParts, new_cache
 from kvferry.adapters.transformers.sequences import Sequences
 from kvferry.adapters.transformers.served_model import check_model, config_digest, probe
 from kvferry.cache import KVFerry
+from kvferry.closing import ClosedAtExit
 from kvferry.errors import ConfigError, GeometryError, PlanError
 from kvferry.geometry import DEFAULT_PAGE_SIZE, Geometry
 from kvferry.index import Namespace
@@ -55,7 +55,7 @@ class Kept(NamedTuple):
     """Of each row: why not all of that is kept, in kvferry's words; empty if it is."""
 
 
-class PrefixCache:
+class PrefixCache(ClosedAtExit):
     """Keeps what `generate` computes of prompts, and lets it go on from there. One thread's.
 
     Args:
@@ -278,17 +278,6 @@ class PrefixCache:
     def close(self) -> None:
         """Give host memory back; what is in storage stays there."""
         self.ferry.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # ------------------------------------------------------------------------ inside
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvferry.adapters.vllm.messages import LoadTicket, RankHandshake, RankReport, StepMetadata
 from kvferry.adapters.vllm.pools import BlockGroup, EnginePools
 from kvferry.adapters.vllm.rank_backend import RankBackend
-from kvferry.cache import backend_options, make_engine, make_pools
+from kvferry.cache import backend_options, make_engines, make_pools
 from kvferry.errors import CacheError, PoolInUseError, StorageError
 from kvferry.memory import SlotOwner
 from kvferry.storage import ItemStatus, open_backend, try_backend
@@ -99,12 +99,9 @@ class WorkerSide:
             # The scheduler's side says who has which slot.
             pool.allocate(pool.num_slots, SlotOwner.INDEX)
         self._pools = pools
-        self._engines = {
-            kind: make_engine(
-                parts.view, pool, self._config, verify=verify is Verify.ALWAYS, timed=False
-            )
-            for kind, pool in pools.items()
-        }
+        self._engines = make_engines(
+            parts.view, pools, self._config, verify=verify is Verify.ALWAYS, timed=False
+        )
         self._parts = parts
         self._data = DataPlane(parts.geometry, self._engines, pools, verify=verify)
         self._attach()
