@@ -24,6 +24,7 @@ _SCRIPTS = {
     "tiers": "",
     "storage": "--mebibytes 256 --rounds 3",
     "mooncake_pool": "--mebibytes 128 --rounds 3",
+    "object_store": "--mebibytes 64 --rounds 3",
     "shared_host": "--ranks 1,8",
     "metrics_cost": "",
 }

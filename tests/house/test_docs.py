@@ -92,7 +92,7 @@ def _run(arguments: list[str], folder: Path) -> str:
 def _check_pip(words: list[str]) -> None:
     pyproject = tomllib.loads((_ROOT / "pyproject.toml").read_text())
     extras = set(pyproject["project"]["optional-dependencies"])
-    wanted = re.fullmatch(r"(kvferry|\.)(\[(?P<extras>[a-z0-9,]+)\])?", words[-1])
+    wanted = re.fullmatch(r"(kvferry|\.)(\[(?P<extras>[-a-z0-9,]+)\])?", words[-1])
     if len(words) != 3 or not wanted:
         raise _DocumentError("only `pip install kvferry[extras]` or `.[extras]` can be checked")
     unknown = set((wanted["extras"] or "").split(",")) - {""} - extras

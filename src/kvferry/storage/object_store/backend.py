@@ -24,7 +24,7 @@ from kvferry.storage.base import (
 )
 from kvferry.storage.books import Books
 from kvferry.storage.object_store.client import open_client
-from kvferry.storage.raw_memory import copy_bytes, view_of
+from kvferry.storage.raw_memory import copy_bytes
 
 __all__ = ["ObjectStoreBackend"]
 
@@ -277,12 +277,12 @@ def _name(key: bytes) -> str:
 
 def _gathered(buffers: Buffers) -> memoryview:
     """A copy of the parts, one behind another: a request that is late must not use the caller's."""
-    content = bytearray(total_bytes(buffers))
-    whole, at = memoryview(content), 0
+    content = np.empty(total_bytes(buffers), dtype=np.uint8)
+    at = int(content.ctypes.data)
     for address, length in buffers:
-        whole[at : at + length] = view_of(address, length)
+        copy_bytes(at, address, length)
         at += length
-    return whole
+    return content.data
 
 
 def _scattered(found: Any, buffers: Buffers) -> ItemResult:
