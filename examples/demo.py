@@ -2,6 +2,7 @@
 
     python examples/demo.py                     SmolLM2-135M: a minute or two on two cores
     python examples/demo.py --random-weights    a tiny random model: seconds, nothing to download
+    python examples/demo.py --storage URL       with pages in storage of your own
 
 A tiered cache finds what was computed before: for two questions, a follow-up, and a second process
 that finds the text on disk. Exits with 1 if a byte of a cache, a logit or a token differs from what
@@ -47,7 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="flip one bit of a file before the second process starts; it must take the page for "
         "missing, compute it again, and give the same answer",
     )
+    parser.add_argument(
+        "--storage",
+        metavar="URL",
+        help="keep pages there, where a second process finds them too, such as s3://bucket/prefix, "
+        "and leave them; not with --corrupt-disk. Default: files in a folder that is removed",
+    )
     options = parser.parse_args(argv)
+    if options.storage is not None and options.corrupt_disk:
+        parser.error("--corrupt-disk spoils a file in the demo's own folder: leave out --storage")
     needed = _ALWAYS if options.random_weights else (*_ALWAYS, *_FOR_SMOLLM2)
     if missing := missing_packages(needed):
         print(
@@ -67,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             random_weights=options.random_weights,
             corrupt_load=options.corrupt_load,
             corrupt_disk=options.corrupt_disk,
+            storage=options.storage,
         )
     except NoRoomError as refused:
         print(refused, file=sys.stderr)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,6 @@ from kvferry.config import Config
 PAGE_SIZE = 64
 MAX_TOKENS = 2_048
 _HOST_BYTES = 384 << 20
-_DISK_BYTES = 512 << 20
 
 
 class Restored(NamedTuple):
@@ -66,10 +64,11 @@ class DemoEngine:
     Args:
         subject: The model.
         shape: What its cache keeps of a token.
-        folder: Where pages lie on disk.
+        storage: The URL of where pages lie.
+        run: Keeps apart what other runs of the demo left there.
     """
 
-    def __init__(self, subject: Subject, shape: CacheShape, folder: Path) -> None:
+    def __init__(self, subject: Subject, shape: CacheShape, storage: str, run: str) -> None:
         self._subject = subject
         self._shape = shape
         # What an engine calls its KV pool: for each layer keys and values, [1, heads, tokens, dim].
@@ -81,12 +80,7 @@ class DemoEngine:
             {},
             host={"num_bytes": _HOST_BYTES},
             prefetch={"policy": "wait_complete", "threshold_tokens": PAGE_SIZE},
-            storage={
-                "enabled": True,
-                "backend": "file",
-                "path": str(folder),
-                "capacity_bytes": _DISK_BYTES,
-            },
+            storage={"enabled": True, "url": storage},
         ).config
         self.cache = KVFerry(
             self.geometry,
@@ -94,7 +88,7 @@ class DemoEngine:
             config,
             namespace=Namespace(
                 model=subject.name,
-                revision="demo",
+                revision=f"demo {run}",
                 dtype="float32",
                 geometry=self.geometry.fingerprint,
             ),

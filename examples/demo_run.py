@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+import uuid
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ from demo_models import Answer, Subject, load_smollm2, random_model
 from demo_second import ask_second_process
 from kvferry.adapters.transformers import CacheShape
 from kvferry.testing import flip_host_bit
+from kvferry.tiers import PageState
+from kvferry.types import SlotKind
 
 _ROOT = Path(__file__).parents[1]
 _TEXTS = ("docs/glossary.md", "LICENSE")
@@ -97,8 +100,10 @@ class _Steps:
         self._progress.advance(self._task)
 
 
-def run(*, random_weights: bool, corrupt_load: bool, corrupt_disk: bool) -> int:
-    """The whole demo; 1 if anything differs."""
+def run(
+    *, random_weights: bool, corrupt_load: bool, corrupt_disk: bool, storage: str | None = None
+) -> int:
+    """The whole demo; 1 if anything differs. `storage` is a URL; None: a folder of its own."""
     from demo_table import tables
 
     transformers.utils.logging.set_verbosity_error()
@@ -124,7 +129,7 @@ def run(*, random_weights: bool, corrupt_load: bool, corrupt_disk: bool) -> int:
             step.begin("load the model")
             subject = random_model() if random_weights else load_smollm2()
             step.advance()
-            outcome = _Demo(subject, folder, step).run(
+            outcome = _Demo(subject, folder, step, storage).run(
                 corrupt_load=corrupt_load, corrupt_disk=corrupt_disk
             )
     for table in tables(outcome):
@@ -137,11 +142,12 @@ def run(*, random_weights: bool, corrupt_load: bool, corrupt_disk: bool) -> int:
 class _Demo:
     """An engine that has computed a text, and what a cache should hold of it."""
 
-    def __init__(self, subject: Subject, folder: Path, step: _Steps) -> None:
+    def __init__(self, subject: Subject, folder: Path, step: _Steps, storage: str | None) -> None:
         self._subject = subject
         self._folder = folder
         self._step = step
-        (folder / "pages").mkdir()
+        url = f"{(folder / 'pages').as_uri()}?capacity_bytes=512MiB"
+        self._storage = (url if storage is None else storage, uuid.uuid4().hex)
         self._text = _read_text(subject)
         self._prefix = self._text[:, : self._text.shape[1] // PAGE_SIZE * PAGE_SIZE]
 
@@ -151,7 +157,7 @@ class _Demo:
         step.begin(f"prefill {prefix.shape[1]:,} tokens of text, twice", 2)
         self._fresh = subject.prefill(prefix)
         step.advance()
-        self._engine = DemoEngine(subject, CacheShape.of(self._fresh), self._folder / "pages")
+        self._engine = DemoEngine(subject, CacheShape.of(self._fresh), *self._storage)
         with self._engine.cache as cache:
             stored = self._engine.keep(prefix, subject.prefill(prefix))
             step.advance()
@@ -163,8 +169,10 @@ class _Demo:
             flushed = cache.flush(_FLUSH_SECS)
             flush_secs = time.perf_counter() - started
             keys = cache.keys(prefix[0])
+            host_pages = cache.stats().slots[SlotKind.PAGE][PageState.RESIDENT]
         step.advance()
-        names = [found.stem for found in self._pages()]
+        # In storage of the user's own there is no folder to count in; a whole flush has them all.
+        num_pages = len(self._pages()) or (host_pages if flushed.complete else 0)
         problems = [] if flushed.complete else [f"not all pages came to the disk: {flushed}"]
         corrupt_page = len(keys) // 2 if corrupt_disk else None
         if corrupt_page is not None:
@@ -187,7 +195,7 @@ class _Demo:
             flipped=flipped,
             flipped_page=flipped_page,
             flush_secs=flush_secs,
-            flushed_pages=len(names),
+            flushed_pages=num_pages,
             later=later,
             corrupt_page=corrupt_page,
             ready_secs=ready_secs,
@@ -310,9 +318,7 @@ class _Demo:
         model = self._folder / "model"
         subject.save(model)
         step.advance()
-        report = ask_second_process(
-            subject, model, self._folder / "pages", tokens, _MAX_STEPS, self._folder
-        )
+        report = ask_second_process(subject, model, self._storage, tokens, _MAX_STEPS, self._folder)
         step.advance()
         restored, begin = report.restored, report.restored.num_tokens
         wanted = self._prefix.shape[1] if corrupt_page is None else corrupt_page * PAGE_SIZE

@@ -43,14 +43,19 @@ class SecondProcessError(Exception):
 
 
 def ask_second_process(
-    subject: Subject, model: Path, pages: Path, tokens: torch.Tensor, max_steps: int, folder: Path
+    subject: Subject,
+    model: Path,
+    storage: tuple[str, str],
+    tokens: torch.Tensor,
+    max_steps: int,
+    folder: Path,
 ) -> Report:
-    """Start a process over `model` and `pages`, have it answer `tokens`, and wait for its report.
+    """Start a process over `model` and `storage`, have it answer `tokens`, and wait for its report.
 
     Args:
         subject: Makes caches of what comes back.
         model: As `Subject.save` left it.
-        pages: The folder of the file backend.
+        storage: The URL of where pages lie, and the run that they are of.
         tokens: Shape ``[1, T]``.
         max_steps: Tokens to generate, at most.
         folder: For what the two say to each other.
@@ -61,7 +66,7 @@ def ask_second_process(
             {
                 "name": subject.name,
                 "model": str(model),
-                "pages": str(pages),
+                "storage": list(storage),
                 "tokens": tokens[0].tolist(),
                 "end_tokens": sorted(subject.end_tokens),
                 "max_steps": max_steps,
@@ -103,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
         warm = subject.prefill(tokens[:, :8])
         subject.compute(tokens[:, 8:16], warm)
         shape = CacheShape.of(warm)
-        engine = DemoEngine(subject, shape, Path(job["pages"]))
+        engine = DemoEngine(subject, shape, *job["storage"])
         ready_secs = time.time() - job["started_at"]
         with engine.cache:
             restored = engine.restore(tokens)

@@ -19,7 +19,7 @@ from kvferry.index import ContentSpan, Namespace
 from kvferry.memory import HostPool
 from kvferry.metrics import Metrics
 from kvferry.storage import MemoryBackend
-from kvferry.tiers import TierManager
+from kvferry.tiers import LinkState, TierManager
 from kvferry.transfer import TransferEngine
 from kvferry.types import SlotKind
 
@@ -53,6 +53,29 @@ def test_sections_with_the_names_of_arguments(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("??/*.kvo"))) == 4
     with pytest.raises(ConfigError, match=r"storage\.pat"):
         make(storage={"pat": str(tmp_path)})
+
+
+def test_storage_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an argument, as a setting, by the environment, and on a running cache."""
+    url = f"file://{tmp_path}?num_threads=2"
+    monkeypatch.setenv("KVFERRY_STORAGE_PATH", "/nowhere")  # an argument is instead of settings
+    with make(storage=url) as cache:
+        cache.store(TOKENS, device_slots=np.arange(16)).wait()
+        assert cache.flush(20).complete
+    assert len(list(tmp_path.glob("??/*.kvo"))) == 4
+    monkeypatch.delenv("KVFERRY_STORAGE_PATH")
+    with pytest.raises(ConfigError, match="fsync"):  # options beside the URL reach the backend
+        make(storage={"enabled": True, "url": url, "options": {"fsync": "no"}})
+    monkeypatch.setenv("KVFERRY_STORAGE_URL", url)
+    monkeypatch.setenv("KVFERRY_STORAGE_ENABLED", "1")
+    with make() as cache:
+        assert cache.config.storage.url == url
+        assert cache.stats().storage is LinkState.ATTACHED
+        assert cache.detach_storage(20)
+        with pytest.raises(ConfigError, match="num_threads is given twice"):
+            cache.attach_storage(url, num_threads=3)
+        cache.attach_storage(url, fsync="data")
+        assert cache.stats().storage is LinkState.ATTACHED
 
 
 def test_a_cache_that_is_not_made_keeps_no_memory(

@@ -12,7 +12,7 @@ import pytest
 from tests.storage.storage_rig import SMALL, Pages, key_of
 
 from kvferry.cli import main
-from kvferry.storage import FileBackend, PageStore
+from kvferry.storage import FileBackend, ItemResult, ItemStatus, MemoryBackend, PageStore
 
 
 @pytest.fixture
@@ -135,3 +135,42 @@ def test_bad_input_is_a_message(
     assert main(["storage", *args[:2], *joined]) == 2
     assert words in capsys.readouterr().err
     assert sorted(path.name for path in folder.parent.iterdir()) == ["store"]
+
+
+def test_a_folder_by_its_url(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every action takes one; one of another scheme is no folder."""
+    url = f"file://{folder}?fsync=data"
+    assert len(_json(capsys, "ls", url)["objects"]) == 5
+    assert _json(capsys, "stats", url)["objects"] == 5
+    assert _json(capsys, "verify", url)["whole"] == 5
+    assert _json(capsys, "prune", url, "--max-bytes", "0")["objects"] == 5
+    for bad, words in (("s3://bucket/x", "'s3://bucket/x' is no folder"), ("x://y", "no storage")):
+        assert main(["storage", "ls", bad]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_check(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each check is told, and the exit status says whether all passed."""
+    told = _json(capsys, "check", f"file://{folder}")
+    assert told["failed"] == 0
+    assert {"check": "many_threads", "ok": True, "complaint": ""} in told["checks"]
+    assert _json(capsys, "stats", folder)["objects"] == 5
+    assert main(["storage", "check", "memory://"]) == 0
+    assert capsys.readouterr().out.endswith("14 checks passed, 0 failed\n")
+    told = _json(capsys, "check", f"{__name__}:Full", status=1)
+    assert told == {
+        "checks": [{"check": "usable", "ok": False,
+                    "complaint": "the write of a probe: refused full"}],
+        "failed": 1,
+    }  # fmt: skip
+    assert main(["storage", "check", f"{__name__}:Full"]) == 1
+    assert "FAILED  usable" in capsys.readouterr().out
+    assert main(["storage", "check", "memory://", "--timeout", "0"]) == 2
+    assert main(["storage", "check", "x://y"]) == 2
+
+
+class Full(MemoryBackend):
+    """Takes nothing."""
+
+    def write_from(self, keys: Any, buffers: Any) -> list[ItemResult]:  # noqa: ARG002
+        return [ItemResult(ItemStatus.REFUSED, reason="full") for _ in keys]

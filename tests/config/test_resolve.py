@@ -304,12 +304,22 @@ def test_rules_see_a_whole_config_and_change_nothing(monkeypatch: pytest.MonkeyP
         (
             {"storage": {"enabled": True}},
             r"set storage\.path.*storage\.enabled is from keyword.*storage\.path is from default",
-            ("storage.enabled", "storage.backend", "storage.path"),
+            ("storage.enabled", "storage.url", "storage.backend", "storage.path"),
         ),
         (
             {"storage": {"enabled": True, "backend": None}},
-            r"set storage\.backend",
-            ("storage.enabled", "storage.backend"),
+            r"set storage\.url or storage\.backend",
+            ("storage.enabled", "storage.url", "storage.backend"),
+        ),
+        (
+            {"storage": {"url": "memory://", "backend": "mooncake"}},
+            r"so does storage\.backend = mooncake: set one",
+            ("storage.url", "storage.backend"),
+        ),
+        (
+            {"storage": {"url": "memory://", "path": Path("/x")}},
+            r"so does storage\.path = /x: set one",
+            ("storage.url", "storage.path"),
         ),
         (
             {"prefetch": {"max_secs": 0.5}},
@@ -344,6 +354,8 @@ def test_what_rules_allow() -> None:
     """The smallest configs beside those that are refused are fine."""
     Config.resolve(environ={}, storage={"enabled": True, "path": "/x"})
     Config.resolve(environ={}, storage={"enabled": True, "backend": "memory"})
+    Config.resolve(environ={}, storage={"enabled": True, "url": "file:///x", "capacity_bytes": 9})
+    Config.resolve(environ={}, storage={"enabled": True, "url": "memory://", "backend": None})
     Config.resolve(environ={}, storage={"enabled": False, "backend": None})
     Config.resolve(environ={}, prefetch={"max_secs": 1})
     options = {"path": "/y", "capacity_bytes": 8}  # a backend of the user's, told in one place

@@ -86,6 +86,9 @@ _ACCEPTED = [
     ("storage.backend", "memory", "memory"),
     ("storage.backend", "my_package.stores:MyStore", "my_package.stores:MyStore"),
     ("storage.backend", "none", None),
+    ("storage.url", "file:///var/kv?fsync=data", "file:///var/kv?fsync=data"),
+    ("storage.url", "my_package.stores:MyStore?size=3", "my_package.stores:MyStore?size=3"),
+    ("storage.url", "none", None),
     ("storage.path", "/var/cache/kv ferry", Path("/var/cache/kv ferry")),
     ("storage.options", {"region": "eu", "retries": 3, "tls": True}, Options(
         {"region": "eu", "retries": 3, "tls": True})),
@@ -192,6 +195,7 @@ def test_what_is_refused_is_refused_from_every_source(
         ("store.selective_hits", "2"),
         ("store.policy", 1),
         ("storage.path", 3),
+        ("storage.url", 3),
         ("storage.path", "/a\0b"),
         ("storage.backend", 3),
         ("storage.options", ["a"]),
@@ -304,3 +308,29 @@ def test_sections_check_values_however_they_are_made() -> None:
     with pytest.raises(ConfigError) as refused:
         HostConfig(numa=long)  # type: ignore[arg-type]
     assert len(str(refused.value)) < 200
+
+
+def test_a_refused_url_is_not_repeated() -> None:
+    """What stands in it may be a secret."""
+    with pytest.raises(ConfigError, match="looks like a secret") as refused:
+        _by_keyword("storage.url", "s3://bucket?secret_access_key=hunter2")
+    assert "hunter2" not in str(refused.value)
+    with pytest.raises(ConfigError, match="user or password") as refused:
+        _by_keyword("storage.url", "s3://me:hunter2@bucket")
+    assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("/var/kv", "it must be a URL such as"),
+        ("nowhere://x", "no storage scheme 'nowhere'"),
+        ("file://var/kv", "an absolute path behind file://"),
+    ],
+)
+def test_a_url_says_where(url: str, words: str) -> None:
+    """What is wrong with it, from any source."""
+    with pytest.raises(ConfigError, match=rf"^keyword argument storage\.url: .*{words}"):
+        _by_keyword("storage.url", url)
+    with pytest.raises(ConfigError, match=rf"variable KVFERRY_STORAGE_URL: .*{words}"):
+        _by_variable("storage.url", url)

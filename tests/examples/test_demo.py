@@ -116,3 +116,27 @@ def test_missing_packages_are_named(
     message = capsys.readouterr().err
     assert "the demo needs no_such_package:" in message
     assert "pip install '.[demo]'" in message
+
+
+def test_storage_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pages go where a URL says, stay there, and the second process finds them; runs keep apart."""
+    told = ["--random-weights", "--storage", f"file://{tmp_path}/kv?fsync=data"]
+    for number in (1, 2):
+        ran = subprocess.run(
+            [sys.executable, "examples/demo.py", *told],
+            cwd=_ROOT,
+            env={**os.environ, "PYTHONPATH": str(_ROOT / "src"), "COLUMNS": "160"},
+            text=True,
+            capture_output=True,
+            check=False,
+            timeout=_TIMEOUT_SECS,
+        )
+        assert (ran.returncode, ran.stderr) == (0, "")
+        assert ran.stdout.count("identical") == 7
+        assert "asked of a second process" in ran.stdout
+        kept = len(list((tmp_path / "kv").glob("??/*.kvo")))
+        assert kept % number == 0
+        assert f"{kept // number} files;" in ran.stdout
+    with pytest.raises(SystemExit):
+        demo.main([*told, "--corrupt-disk"])
+    assert "leave out --storage" in capsys.readouterr().err

@@ -5,7 +5,7 @@ A block's first word is its language. What a document may hold:
     ```python              run in a fresh interpreter
     ```bash                ``kvferry ...`` is run; ``make TARGET`` must be a target of the Makefile;
                            ``pip install`` must name this project and extras that exist
-    ```json file=NAME      written to NAME, for the blocks after it
+    ```json file=NAME      written to NAME, for the blocks after it; so is ```python file=NAME
     ```text output         exactly what the block before it prints
 
 The blocks of one document run in order, in one temporary folder. A block below a line
@@ -133,12 +133,12 @@ def _check(text: str, folder: Path) -> int:
     for block in _blocks(text):
         language, *rest = block.info.split() or [""]
         try:
-            if language == "python":
+            if language in ("json", "python") and rest and rest[0].startswith("file="):
+                (folder / Path(rest[0].removeprefix("file=")).name).write_text(block.body)
+            elif language == "python":
                 printed = _run(["-c", block.body], folder)
             elif language == "bash":
                 printed = _run_bash(block.body, folder)
-            elif language == "json" and rest and rest[0].startswith("file="):
-                (folder / Path(rest[0].removeprefix("file=")).name).write_text(block.body)
             elif [language, *rest] == ["text", "output"]:
                 if printed != block.body:
                     raise _DocumentError(f"what was printed is\n{printed}")
@@ -193,10 +193,12 @@ def test_a_true_document_passes(tmp_path: Path) -> None:
         '```json file=a.json\n{"x": 7}\n```\n'
         "```python\nimport json\nprint(json.load(open('a.json'))['x'])\n```\n"
         "```text output\n7\n```\n"
+        "```python file=b.py\nraise SystemExit(4)\n```\n"
+        "```python\nassert 'SystemExit(4)' in open('b.py').read()\n```\n"
         "```bash\npip install kvferry[cuda13,transformers]\nmake test PYTEST_ARGS=-q  # all\n```\n"
         "<!-- not run: it would remove things -->\n\n```bash\nrm -r build\n```\n"
     )
-    assert _check(document, tmp_path) == 4
+    assert _check(document, tmp_path) == 6
 
 
 def test_the_readme_names_every_variable() -> None:

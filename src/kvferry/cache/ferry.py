@@ -59,8 +59,8 @@ class KVFerry(CacheLife):
         device_pool: Where the engine keeps them.
         config: All settings; None: from the environment and its file, see `Config.resolve`.
         namespace: What separates this model's keys from others; None of its fields may lie.
-        storage: A backend, instead of the one in the config; it is closed with the cache. Or the
-            section of the config, as for `overrides`.
+        storage: A backend, or its URL, instead of the one in the config; it is closed with the
+            cache. Or the section of the config, as for `overrides`.
         writes_storage: False on all ranks but one of those that have the same bytes, whose
             namespaces have the same `shard`: they read what that one writes.
         ranks: Who must agree on prefixes, where several processes serve one model. All of them make
@@ -88,7 +88,7 @@ class KVFerry(CacheLife):
         config: Config | None = None,
         *,
         namespace: Namespace,
-        storage: StorageBackend | Mapping[str, Any] | None = None,
+        storage: StorageBackend | str | Mapping[str, Any] | None = None,
         writes_storage: bool = True,
         ranks: Ranks | None = None,
         shared: SharedHost | None = None,
@@ -170,8 +170,8 @@ class KVFerry(CacheLife):
             unless_made.callback(self.close)  # from here on it does all that
             if storage is not None:
                 self.attach_storage(storage)
-            elif config.storage.enabled and config.storage.backend is not None:
-                self.attach_storage(config.storage.backend, **backend_options(config))
+            elif config.storage.enabled and config.storage.target is not None:
+                self.attach_storage(config.storage.target, **backend_options(config))
             unless_made.pop_all()
 
     # ---------------------------------------------------------------- prompts

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from typing import TYPE_CHECKING, Any
 
+from kvferry.cache.opening import BackendOpening
 from kvferry.cache.reports import CloseReport, FlushReport
 from kvferry.closing import ClosedAtExit
-from kvferry.errors import BackendInterfaceError, ConfigError, PoolInUseError, StorageError
-from kvferry.storage import check_backend, open_backend, try_backend
+from kvferry.errors import BackendInterfaceError, ConfigError, PoolInUseError
+from kvferry.storage import check_backend, open_backend
 from kvferry.tiers import LinkState, check_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from kvferry.memory import HostPool
     from kvferry.storage import StorageBackend
@@ -29,6 +31,10 @@ _LONGEST_WAIT_SECS = 0.05
 
 # How often a flush offers pages once more of which storage took none.
 _TRIES = 3
+
+
+# A folder of many files is scanned as it is opened.
+_ATTACH_SECS = 120.0
 
 
 class CacheLife(ClosedAtExit):
@@ -80,22 +86,32 @@ class CacheLife(ClosedAtExit):
     # ---------------------------------------------------------------- storage
 
     def attach_storage(
-        self, backend: StorageBackend | str, *, probe: bool = True, **options: Any
+        self,
+        backend: StorageBackend | str,
+        *,
+        probe: bool = True,
+        timeout: float = _ATTACH_SECS,
+        **options: Any,
     ) -> None:
-        """Use a storage backend from now on; requests may run.
+        """Use a storage backend from now on; requests may run, and what ends meanwhile is noted.
 
         Args:
-            backend: One that is open, closed with the cache; or what `open_backend` takes.
+            backend: One that is open, closed with the cache; or what `open_backend` takes, such as
+                a URL.
             probe: Write, read and delete a small object first.
+            timeout: Seconds for opening and probing. A backend that is open later is closed then;
+                one that was given open is yours again, when the call that hangs has returned.
             options: For `open_backend`.
 
         Raises:
             CacheError: One is attached already.
-            StorageError: It cannot be opened, or the probe failed.
+            StorageError: It cannot be opened, the probe failed, or the time is over.
         """
+        check_seconds("timeout", timeout)
         generation = self._manager.new_generation()
+        make: Callable[[], StorageBackend]
         if isinstance(backend, str):
-            opened = open_backend(backend, **options)
+            make = functools.partial(open_backend, backend, **options)
         elif options:
             raise ConfigError(
                 f"options {', '.join(options)} are for a backend that is opened here: give its "
@@ -107,17 +123,14 @@ class CacheLife(ClosedAtExit):
                     f"storage={backend.__name__} is a class: open one of it"
                 )
             check_backend(backend, f"storage={str(backend)[:80]}")
-            opened = backend
+            make = functools.partial(_same, backend)
+        is_owned = isinstance(backend, str)
+        opened = BackendOpening(make, probe=probe, owned=is_owned).wait(timeout, self.poll)
         with contextlib.ExitStack() as unless_attached:
-            if isinstance(backend, str):  # what was opened here is closed here
+            if is_owned:
                 unless_attached.callback(opened.close)
-            if probe and not (result := try_backend(opened)).ok:
-                raise StorageError(
-                    f"storage does not do what it should: {result.reason}; see to it, or attach "
-                    f"another backend (probe=False goes without this test)"
-                )
+            self._data.attach_storage(generation, opened, num_threads=self._num_threads)
             unless_attached.pop_all()
-        self._data.attach_storage(generation, opened, num_threads=self._num_threads)
         self.switches.flip(storage=True)
         self.poll()
 
@@ -228,3 +241,7 @@ class CacheLife(ClosedAtExit):
                 except PoolInUseError:
                     clean = False
         return CloseReport(clean=clean, jobs=jobs, parked_slots=parked)
+
+
+def _same(backend: StorageBackend) -> StorageBackend:
+    return backend

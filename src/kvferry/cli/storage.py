@@ -1,4 +1,4 @@
-"""``kvferry storage``: what lies in a storage folder, whether it is whole, and what may go."""
+"""``kvferry storage``: what lies in a folder, whether it is whole, what may go; and `check`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kvferry.cli import storage_check
 from kvferry.cli.json_text import json_text
 from kvferry.errors import ConfigError
 
@@ -24,6 +25,7 @@ examples:
   kvferry storage stats /var/cache/kv --json
   kvferry storage verify /var/cache/kv --quarantine
   kvferry storage prune /var/cache/kv --max-bytes 200G --unused-days 7 --dry-run
+  kvferry storage check file:///var/cache/kv?fsync=data
 """
 _MOST_DAYS = 1_000_000
 _DAY_NS = 86_400 * 10**9
@@ -35,10 +37,11 @@ def add_parser(
     """Add this command's arguments to the ``kvferry`` parser."""
     parser = subparsers.add_parser(
         "storage",
-        help="look at a storage folder, check it, clear it up",
+        help="look at a storage folder, check it, clear it up; try out any storage",
         description=(
             "Look at the folder of a file backend, check every object in it, or remove what is no "
-            "longer wanted. Caches that use the folder may go on meanwhile."
+            "longer wanted. Caches that use the folder may go on meanwhile. `check` tries out "
+            "storage of any kind."
         ),
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -52,8 +55,12 @@ def add_parser(
         ("prune", "remove what dead writers left, quarantined objects, and what is asked for"),
     ):
         made[name] = actions.add_parser(name, help=told, description=told.capitalize() + ".")
-        made[name].add_argument("folder", metavar="FOLDER", help="of the file backend")
+        made[name].add_argument("folder", metavar="FOLDER", help="of the file backend, or its URL")
         made[name].add_argument("--json", action="store_true", help="print one JSON object")
+    checks = "does storage do what it must? exit status 1 if not; what is written is removed again"
+    storage_check.add_arguments(
+        actions.add_parser("check", help=checks, description=checks.capitalize() + ".")
+    )
     made["ls"].add_argument(
         "--limit", type=int, metavar="N", help="at most so many objects (all of them)"
     )
@@ -72,11 +79,28 @@ def add_parser(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``args.action`` on ``args.folder``."""
+    """Carry out ``args.action`` on ``args.folder`` or ``args.url``."""
     from kvferry.storage import StorageInspector
 
+    if args.action == "check":
+        return storage_check.run(args)
     action = {"ls": _list, "stats": _stats, "verify": _verify, "prune": _prune}[args.action]
-    return action(args, StorageInspector(args.folder))
+    return action(args, StorageInspector(_folder(args.folder)))
+
+
+def _folder(text: str) -> str:
+    """The folder that a path or URL names; what else the URL says is for those who open it."""
+    from kvferry.storage import parse_storage_url
+
+    if "://" not in text:
+        return text
+    url = parse_storage_url(text)
+    if url.name != "file":
+        raise ConfigError(
+            f"{text.partition('?')[0]!r} is no folder, and only these can be looked at: give one, "
+            f"or a URL file://…"
+        )
+    return url.place["path"]
 
 
 def _list(args: argparse.Namespace, inspector: StorageInspector) -> int:

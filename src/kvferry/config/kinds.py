@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import fractions
 import json
 import math
 import operator
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 
 from kvferry.config.options import Options
 from kvferry.errors import ConfigError
+from kvferry.sizes import bytes_of
 
 __all__ = [
     "NONE",
@@ -31,6 +31,7 @@ __all__ = [
     "OptionMapping",
     "OrNone",
     "Size",
+    "StorageAt",
     "Switch",
     "Word",
     "size_of",
@@ -45,13 +46,6 @@ _N = TypeVar("_N", int, float)
 
 _INTEGER = re.compile(r"[+-]?\d+(_\d+)*", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
-_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[A-Za-z]+)", re.ASCII)
-_UNITS = {"b": 1} | {
-    f"{letter}{binary}{byte}": (1024 if binary else 1000) ** power
-    for power, letter in enumerate("kmgt", start=1)
-    for binary in ("", "i")
-    for byte in ("", "b")
-}
 _BACKEND = re.compile(r"[a-z][a-z0-9_]*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
@@ -121,7 +115,7 @@ class Size(Kind):
 
     def check(self, value: Any) -> int:
         if isinstance(value, str):
-            value = _bytes_of(value)
+            value = bytes_of(value)
         return _within(_integer(value), self.minimum, MAX_BYTES)
 
     def read(self, text: str) -> Any:
@@ -205,6 +199,28 @@ class Backend(Kind):
 
 
 @dataclasses.dataclass(frozen=True)
+class StorageAt(Kind):
+    """Where storage is, in one line."""
+
+    allowed = (
+        "a URL such as 'file:///var/cache/kv?capacity_bytes=64GiB', or 'package.module:Class?…'"
+    )
+    is_secret = True
+
+    def check(self, value: Any) -> str:
+        # Here, so that a config alone needs no storage.
+        from kvferry.storage import is_storage_url, parse_storage_url
+
+        if not isinstance(value, str) or not is_storage_url(value):
+            raise ValueError
+        try:
+            parse_storage_url(value)
+        except ConfigError as bad:
+            raise ValueError(str(bad)) from bad
+        return str(value)
+
+
+@dataclasses.dataclass(frozen=True)
 class OptionMapping(Kind):
     """Names with plain values."""
 
@@ -239,6 +255,10 @@ class OrNone(Kind):
     """None, or what another kind accepts."""
 
     kind: Kind
+
+    @property
+    def is_secret(self) -> bool:  # type: ignore[override]
+        return self.kind.is_secret
 
     @property
     def allowed(self) -> str:
@@ -281,14 +301,3 @@ def _within(value: _N, minimum: float, maximum: float) -> _N:
     if not minimum <= value <= maximum:
         raise ValueError
     return value
-
-
-def _bytes_of(text: str) -> int:
-    found = _SIZE.fullmatch(text)
-    factor = _UNITS.get(found["unit"].lower()) if found else None
-    if not found or factor is None:
-        raise ValueError("a unit is B, K, M, G, T, Ki, Mi, Gi or Ti, with or without a B behind it")
-    num_bytes = fractions.Fraction(found["number"]) * factor
-    if num_bytes.denominator != 1:
-        raise ValueError("that is no whole number of bytes")
-    return int(num_bytes)

@@ -25,21 +25,44 @@ Rule = Callable[["Config"], BrokenRule | None]
 
 
 def _storage_has_a_backend(config: Config) -> BrokenRule | None:
-    if not config.storage.enabled or config.storage.backend is not None:
+    if not config.storage.enabled or config.storage.target is not None:
         return None
     return BrokenRule(
-        "storage is on without a backend: set storage.backend, or storage.enabled = false",
-        ("storage.enabled", "storage.backend"),
+        "storage is on without a backend: set storage.url or storage.backend, or "
+        "storage.enabled = false",
+        ("storage.enabled", "storage.url", "storage.backend"),
     )
 
 
 def _files_have_a_folder(config: Config) -> BrokenRule | None:
     storage = config.storage
-    if not storage.enabled or storage.backend != "file" or storage.path is not None:
+    if not storage.enabled or storage.target != "file" or storage.path is not None:
         return None
     return BrokenRule(
-        "storage in files is on without a folder: set storage.path, or storage.enabled = false",
-        ("storage.enabled", "storage.backend", "storage.path"),
+        "storage in files is on without a folder: set storage.path or storage.url, or "
+        "storage.enabled = false",
+        ("storage.enabled", "storage.url", "storage.backend", "storage.path"),
+    )
+
+
+def _a_url_is_instead_of_its_parts(config: Config) -> BrokenRule | None:
+    storage = config.storage
+    if storage.url is None:
+        return None
+    beside = [
+        name
+        for name, is_set in (
+            ("backend", storage.backend not in (None, "file")),
+            ("path", storage.path is not None),
+        )
+        if is_set
+    ]
+    if not beside:
+        return None
+    both = " and ".join(f"storage.{name} = {getattr(storage, name)}" for name in beside)
+    return BrokenRule(
+        f"storage.url says where storage is, and so does {both}: set one of them",
+        ("storage.url", *(f"storage.{name}" for name in beside)),
     )
 
 
@@ -75,6 +98,7 @@ def _deadlines_are_in_order(config: Config) -> BrokenRule | None:
 RULES: tuple[Rule, ...] = (
     _storage_has_a_backend,
     _files_have_a_folder,
+    _a_url_is_instead_of_its_parts,
     _options_repeat_no_setting,
     _deadlines_are_in_order,
 )

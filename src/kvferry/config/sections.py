@@ -14,6 +14,7 @@ from kvferry.config.kinds import (
     OptionMapping,
     OrNone,
     Size,
+    StorageAt,
     Switch,
     Word,
 )
@@ -199,6 +200,14 @@ class StorageConfig(Section):
     enabled: Annotated[
         bool, Setting(Switch(), "use storage at all; can be flipped on a running cache")
     ] = False
+    url: Annotated[
+        str | None,
+        Setting(
+            OrNone(StorageAt()),
+            "where storage is, in one line: in place of `backend` and `path`, and `options` are "
+            "added to those of the URL",
+        ),
+    ] = None
     backend: Annotated[
         str | None,
         Setting(OrNone(Backend()), "what keeps the objects; none: there is no storage tier"),
@@ -237,6 +246,11 @@ class StorageConfig(Section):
             "how long it is left alone before one call tries again",
         ),
     ] = 30.0
+
+    @property
+    def target(self) -> str | None:
+        """What `open_backend` takes first: `url`, else `backend`."""
+        return self.backend if self.url is None else self.url
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

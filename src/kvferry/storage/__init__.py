@@ -35,7 +35,14 @@ from kvferry.storage.format import (
 )
 from kvferry.storage.memory import MemoryBackend
 from kvferry.storage.objects import PageStore
-from kvferry.storage.registry import BACKENDS, check_backend, open_backend, try_backend
+from kvferry.storage.registry import (
+    BACKENDS,
+    backend_class,
+    check_backend,
+    open_backend,
+    try_backend,
+)
+from kvferry.storage.url import StorageUrl, is_storage_url, parse_storage_url
 
 __all__ = [
     "BACKENDS",
@@ -61,13 +68,17 @@ __all__ = [
     "StorageBackend",
     "StorageInspector",
     "StorageStats",
+    "StorageUrl",
+    "backend_class",
     "check_backend",
     "check_batch",
     "checksum",
     "header_bytes",
+    "is_storage_url",
     "key_complaint",
     "open_backend",
     "parse_header",
+    "parse_storage_url",
     "total_bytes",
     "try_backend",
 ]

@@ -11,8 +11,9 @@ from typing import Any
 from kvferry.errors import BackendInterfaceError, ConfigError, KVFerryError, StorageError
 from kvferry.storage.base import INTERFACE_VERSION, Buffers, ItemResult, ItemStatus, StorageBackend
 from kvferry.storage.raw_memory import AlignedBlock
+from kvferry.storage.url import is_storage_url, parse_storage_url, typed_options
 
-__all__ = ["BACKENDS", "check_backend", "open_backend", "try_backend"]
+__all__ = ["BACKENDS", "backend_class", "check_backend", "open_backend", "try_backend"]
 
 BACKENDS = {
     "file": "kvferry.storage.file:FileBackend",
@@ -27,18 +28,22 @@ _PROBE_BYTES = 2 * 4096
 
 
 def open_backend(name: str, **options: Any) -> StorageBackend:
-    """Open the backend called `name`, or the class that ``package.module:Class`` names.
+    """Open the backend called `name`, the class that ``package.module:Class`` names, or a URL.
 
     Args:
-        name: ``memory``, ``file``, or where a class is to be imported from.
+        name: A name of `BACKENDS`, where a class is to be imported from, or a URL of storage such
+            as ``file:///folder?fsync=data``; see docs/storage.md.
         options: What the class takes; for kvferry's own see `MemoryBackend` and `FileBackend`.
 
     Raises:
-        ConfigError: There is no such backend, or it does not take these options.
+        ConfigError: There is no such backend, it does not take these options, or the URL has one
+            of them too.
         BackendInterfaceError: The class is no storage backend; the message says what is missing.
         StorageError: The backend cannot be opened.
     """
-    cls = _class_of(name)
+    if is_storage_url(name):
+        name, options = _read_url(name, options)
+    cls = backend_class(name)
     check_backend(cls, repr(name))
     try:
         inspect.signature(cls).bind(**options)
@@ -112,7 +117,22 @@ def _outcome(call: Callable[[], list[ItemResult]]) -> ItemResult:
     return found[0]
 
 
-def _class_of(name: str) -> Any:
+def _read_url(url: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The name and the options that `url` stands for, with `options` added."""
+    name, place, texts = parse_storage_url(url)
+    what = repr(url.partition("?")[0][:80])
+    if twice := sorted((place.keys() | texts.keys()) & options.keys()):
+        raise ConfigError(f"storage {what}: {', '.join(twice)} is given twice; leave one out")
+    return name, {**place, **typed_options(backend_class(name), texts, what), **options}
+
+
+def backend_class(name: str) -> Any:
+    """The class that `name`, of `BACKENDS` or ``package.module:Class``, stands for.
+
+    Raises:
+        ConfigError: It is neither.
+        StorageError: It cannot be imported.
+    """
     where = BACKENDS.get(name, name)
     module_name, colon, class_name = where.partition(":")
     if not (colon and module_name and class_name):

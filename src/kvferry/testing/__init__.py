@@ -32,6 +32,7 @@ from kvferry.testing.selftest import (
     run_selftest,
     selftest_cases,
 )
+from kvferry.testing.storage_check import StorageChecked, check_storage_at
 from kvferry.testing.storage_contract import (
     STORAGE_CHECKS,
     BackendFactory,
@@ -56,7 +57,9 @@ __all__ = [
     "SelfTestCase",
     "SelfTestFailure",
     "SelfTestReport",
+    "StorageChecked",
     "assert_bytes_equal",
+    "check_storage_at",
     "check_storage_backend",
     "first_difference",
     "flip_host_bit",

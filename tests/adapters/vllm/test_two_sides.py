@@ -156,7 +156,7 @@ def test_storage_is_asked_and_read_without_waiting(make: Make, tmp_path: Path) -
     one = make(sections, ranks=2)
     one.compute(Request("a", TOKENS), FIRST)
     kept = one.wipe(FIRST)
-    two = make(sections, ranks=2)
+    two = make({"storage": {"enabled": True, "url": f"file://{tmp_path}?num_threads=2"}}, ranks=2)
     request = Request("b", TOKENS)
     assert two.scheduler.look_up(request, 0) == (None, False)
     assert two.look_up(request) == 20

@@ -12,7 +12,7 @@ from tests.storage.mooncake.pool_rig import Master, opened
 
 from kvferry.storage import Buffers, ItemResult
 from kvferry.storage.mooncake import MooncakeBackend
-from kvferry.testing import STORAGE_CHECKS, BackendFactory
+from kvferry.testing import STORAGE_CHECKS, BackendFactory, check_storage_at
 
 _NUMBERS = itertools.count()
 _MOVING = ("every_size", "scattered", "mixed_batch", "exact_length", "many_threads")
@@ -64,3 +64,11 @@ def test_in_place(master: Master, check: Callable[[BackendFactory], None]) -> No
 def test_the_checks_that_move_bytes_are_there() -> None:
     """A check that was renamed is not left out unseen."""
     assert set(_MOVING) <= {check.__name__.strip("_") for check in STORAGE_CHECKS}
+
+
+def test_by_a_url(master: Master) -> None:
+    """So do those that a URL names."""
+    url = f"mooncake://{master.address}?buffer_bytes=4MiB&deadline_secs=20&key_prefix=mine/"
+    told = list(check_storage_at(url))
+    assert [one for one in told if one.complaint] == []
+    assert len(told) == 1 + len(STORAGE_CHECKS)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.storage.object_store.s3_rig import Server, opened, s3rver
+from tests.storage.object_store.s3_rig import BUCKET, Server, opened, s3rver
 
 from kvferry.storage.object_store import ObjectStoreBackend
-from kvferry.testing import STORAGE_CHECKS, BackendFactory
+from kvferry.testing import STORAGE_CHECKS, BackendFactory, check_storage_at
 
 _NUMBERS = itertools.count()
 
@@ -44,3 +45,18 @@ def test_with_a_second_server(tmp_path: Path) -> None:
     with s3rver(tmp_path) as server:
         for check in alone:
             check(lambda _: opened(server.endpoint, f"contract/{next(_NUMBERS)}"))
+
+
+def test_by_a_url(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So do those that a URL names, and nothing is left; the secret comes by the environment."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "S3RVER")
+    url = (
+        f"s3://{BUCKET}/by-url?endpoint={server.endpoint}&region=us-east-1&access_key_id=S3RVER"
+        f"&deadline_secs=20&num_requests=4"
+    )
+    told = list(check_storage_at(url))
+    assert [one for one in told if one.complaint] == []
+    assert len(told) == 1 + len(STORAGE_CHECKS)
+    listed = f"{server.endpoint}/{BUCKET}?prefix=by-url"
+    with urllib.request.urlopen(listed, timeout=20) as answer:  # noqa: S310  http, by the rig
+        assert b"<Key>" not in answer.read()

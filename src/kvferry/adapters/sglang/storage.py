@@ -37,11 +37,11 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]  # the engine has no
     """Pages of the engine's host pools as objects of a `StorageBackend`.
 
     Args:
-        storage_config: The engine's. Its ``extra_config`` has ours under ``kvferry``: ``backend``,
-            ``path``, ``capacity_bytes`` and ``options`` as in the section ``storage`` of a
-            `Config`; ``verify`` (default true) compares the checksum of every page that is read;
-            ``revision``, any text, keeps apart what the model's name does not. ``interface_v1``
-            beside it lets pages be read and written where they lie.
+        storage_config: The engine's. Its ``extra_config`` has ours under ``kvferry``: ``url``, or
+            ``backend`` and ``path``, ``capacity_bytes`` and ``options`` as in the section
+            ``storage`` of a `Config`; ``verify`` (default true) compares the checksum of every page
+            that is read; ``revision``, any text, keeps apart what the model's name does not.
+            ``interface_v1`` beside it lets pages be read and written where they lie.
         kwargs: What else the engine passes; not used.
 
     Raises:
@@ -327,7 +327,7 @@ def _name(given: Any) -> str:
 
 def _opener(ours: Mapping[str, object]) -> Callable[[], StorageBackend]:
     config = Config.resolve(None, None, storage={"enabled": True, **ours}).config
-    name = config.storage.backend
+    name = config.storage.target
     if name is None:
         raise ConfigError("extra config, kvferry: backend is none, and one is needed")
     options: dict[str, Any] = dict(config.storage.options)

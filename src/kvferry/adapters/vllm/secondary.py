@@ -55,9 +55,9 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = resolved_config(None, {"storage": {"enabled": True, **(storage or {})}})
-        if config.storage.backend is None:
+        if config.storage.target is None:
             raise ConfigError("storage.backend is none: name one, or leave this tier out")
-        backend = open_backend(config.storage.backend, **backend_options(config))
+        backend = open_backend(config.storage.target, **backend_options(config))
         result = try_backend(backend)
         if not result.ok:
             backend.close()

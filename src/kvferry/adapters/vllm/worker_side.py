@@ -108,9 +108,9 @@ class WorkerSide:
 
     def _attach(self) -> None:
         storage = self._config.storage
-        if not storage.enabled or storage.backend is None:
+        if not storage.enabled or storage.target is None:
             return
-        backend = open_backend(storage.backend, **backend_options(self._config))
+        backend = open_backend(storage.target, **backend_options(self._config))
         result = try_backend(backend)
         if not result.ok:
             backend.close()
