@@ -176,3 +176,26 @@ def test_one_that_cannot_be_closed_either(engine: Engine) -> None:
     opening._thread.join(_DEADLINE_SECS)
     opening._give_up()
     assert Slow.made[0].closed.is_set()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("where", ["open", "probe"])
+def test_a_backend_that_ends_its_thread(where: str) -> None:
+    """By what is no error: that is no backend that does what it should, and it is closed."""
+    made: list[Slow] = []
+
+    class Leaving(Slow):
+        def _step(self, name: str) -> None:
+            if name == "write":
+                raise GeneratorExit
+
+    def make() -> StorageBackend:
+        if where == "open":
+            raise GeneratorExit
+        made.append(Leaving(at="never"))
+        return made[0]
+
+    with pytest.raises(StorageError, match="the thread that opened storage was ended"):
+        BackendOpening(make, probe=True, owned=True).wait(_DEADLINE_SECS, lambda: None)
+    assert all(one.closed.is_set() for one in made)
+    assert len(made) == (where == "probe")

@@ -38,6 +38,7 @@ class BackendOpening:
         self._over = threading.Event()
         self._given_up = False
         self._opened: StorageBackend | None = None
+        self._tried = False
         self._error: KVFerryError | None = None
         self._thread = threading.Thread(target=self._run, name="kvferry-attach", daemon=True)
 
@@ -63,7 +64,7 @@ class BackendOpening:
                 meanwhile()
             if self._error is not None:
                 raise self._error
-            if self._opened is None:
+            if self._opened is None or not self._tried:  # by what is no error, such as SystemExit
                 raise StorageError("the thread that opened storage was ended; attach it again")
             unless_taken.pop_all()
             return self._opened
@@ -77,6 +78,7 @@ class BackendOpening:
                     f"storage does not do what it should: {result.reason}; see to it, or attach "
                     f"another backend (probe=False goes without this test)"
                 )
+            self._tried = True
         except KVFerryError as bad:
             self._error = bad
         finally:
