@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,3 +120,22 @@ def test_the_secondary_tier_is_whole() -> None:
     for name in ("lookup", "submit_store", "submit_load", "get_finished_jobs", "drain_jobs",
                  "on_new_request", "has_pending_work", "shutdown"):  # fmt: skip
         assert parameters(getattr(found, name)) == parameters(getattr(base, name)), name
+
+
+def test_models_of_several_groups_are_refused() -> None:
+    """vLLM ends where blocks of such a model are told as lost; one group is as it was."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from kvferry.adapters.vllm.connector import _block_groups
+    from kvferry.errors import ConfigError
+
+    def group(name: str) -> SimpleNamespace:
+        spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+        return SimpleNamespace(kv_cache_spec=spec, layer_names=[name])
+
+    one = SimpleNamespace(kv_cache_groups=[group("a")])
+    assert [(found.layer_names, found.block_size) for found in _block_groups(one)] == [(("a",), 16)]
+    two = SimpleNamespace(kv_cache_groups=[group("a"), group("b")])
+    with pytest.raises(ConfigError, match=r"2 KV cache groups.*--disable-hybrid-kv-cache-manager"):
+        _block_groups(two)

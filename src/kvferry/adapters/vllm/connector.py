@@ -337,6 +337,13 @@ def _block_groups(kv_cache_config: Any) -> list[BlockGroup]:
                     f"--disable-hybrid-kv-cache-manager, which keeps all of their tokens"
                 )
         groups.append(BlockGroup(index, tuple(group.layer_names), int(spec.block_size)))
+    if len(groups) > 1:
+        # vLLM raises where blocks are told as lost for a model with several (0.32, scheduler.py).
+        raise ConfigError(
+            f"this model has {len(groups)} KV cache groups, and vLLM takes word of pages that could"
+            f" not be loaded for models with one only; give --disable-hybrid-kv-cache-manager, or "
+            f"serve it without this connector"
+        )
     return groups
 
 
