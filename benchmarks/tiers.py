@@ -52,6 +52,11 @@ class AtOnce:
             keys = getattr(command, "keys", ())
             self.answers.append(StorageDone(command.job, (ItemStatus.OK,) * len(keys)))
 
+    @property
+    def has_news(self) -> bool:
+        """Whether there are answers."""
+        return bool(self.answers)
+
     def poll(self) -> list[Completion]:
         """The answers."""
         answers, self.answers = self.answers, []

@@ -177,6 +177,11 @@ class EventLog:
             self._subscribers = (*self._subscribers, told)
         return unsubscribe
 
+    @property
+    def has_undelivered(self) -> bool:
+        """Whether `dispatch` has something to tell."""
+        return bool(self._undelivered)
+
     def dispatch(self) -> None:
         """Tell subscribers what was recorded since the last time.
 

@@ -72,6 +72,11 @@ class FakeData:
                 self.readers[place] = self.readers.get(place, 0) + 1
         self.pending.append(command)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether there are answers."""
+        return bool(self.answers)
+
     def poll(self) -> list[Completion]:
         """Answers so far."""
         answers, self.answers = self.answers, []

@@ -117,6 +117,33 @@ def test_a_chain_stored_before_storage_came_has_its_own_keys() -> None:
     rig.close()
 
 
+def test_a_poll_with_nothing_under_way_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what engines do in every step; whatever is under way ends the rest."""
+    rig = Rig()
+    rig.store(TOKENS).wait(20)
+    rig.settle()
+    asked = []
+    monkeypatch.setattr(rig.data, "poll", lambda: asked.append(1) or [])
+    assert rig.manager.poll() == 0
+    assert not asked
+    found = rig.match(TOKENS)  # keeps its pages, and for a while alone
+    rig.manager.poll()
+    assert len(asked) == 1
+    rig.clock.now += 3600
+    rig.manager.poll()
+    assert not found.release()
+    assert rig.index.num_leases == 0
+    asked.clear()
+    rig.manager.poll()
+    assert not asked
+    monkeypatch.undo()
+    told: list[object] = []
+    rig.events.subscribe(told.extend)
+    rig.store([*TOKENS[:PAGE], *range(900, 900 + PAGE)], 30)
+    rig.until(lambda: bool(told))
+    rig.close()
+
+
 def test_a_closed_manager_refuses() -> None:
     """After close nothing begins."""
     rig = Rig()

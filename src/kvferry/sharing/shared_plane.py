@@ -93,6 +93,11 @@ class SharedDataPlane(DataPlane):
             load.told.append(Moved(command.job, error=f"nobody is there for ranks {named}"))
         return running
 
+    @property
+    def has_news(self) -> bool:
+        """Always: that a peer came or went is noticed by listening."""
+        return True
+
     def poll(self) -> list[Completion]:
         """As `DataPlane.poll`; a load is told when all ranks have answered."""
         self._hear()

@@ -86,6 +86,11 @@ class Control:
         )
 
     @property
+    def tells(self) -> bool:
+        """Whether anybody takes note of levels."""
+        return self._device_link is not None
+
+    @property
     def kinds(self) -> tuple[SlotKind, ...]:
         """The kinds of slots that the geometry has."""
         return tuple(self.tiers)

@@ -227,6 +227,11 @@ class DataPlane:
             )
         self._running = left
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `poll` may have something to tell: something ended, or may have."""
+        return bool(self._running or self._ready) or self._came.is_set()
+
     def poll(self) -> list[Completion]:
         """What is over since the last time; never blocks."""
         if self._running:

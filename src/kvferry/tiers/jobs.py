@@ -21,6 +21,9 @@ _Kind = TypeVar("_Kind")
 class DataLink(Protocol):
     """Where commands go and completions come from: a `DataPlane`, or a `CommandQueue` to one."""
 
+    @property
+    def has_news(self) -> bool: ...
+
     def submit(self, command: Command) -> Any: ...
 
     def poll(self) -> list[Completion]: ...

@@ -249,11 +249,28 @@ class TierManager:
 
     def poll(self) -> int:
         """Take the data plane's answers, and do what follows; how many there were. Never blocks."""
-        count = self._advance()
+        # Engines poll in every step, and in most of them nothing is under way.
+        count = 0 if self._is_at_rest() else self._advance()
         events = self._control.events
-        # A subscriber may take its time, and is nobody's bookkeeping.
-        self._control.listeners.call("a subscriber of events", events.dispatch)
+        if events.has_undelivered:
+            # A subscriber may take its time, and is nobody's bookkeeping.
+            self._control.listeners.call("a subscriber of events", events.dispatch)
         return count
+
+    def _is_at_rest(self) -> bool:
+        """Whether `_advance` would change nothing, and would have nothing to tell."""
+        control = self._control
+        return (
+            not (
+                self._data.has_news
+                or self._due
+                or control.jobs
+                or control.index.num_leases
+                or self._backup.depth
+                or control.tells
+            )
+            and self._prefetch.is_at_rest
+        )
 
     @undivided
     def _advance(self) -> int:

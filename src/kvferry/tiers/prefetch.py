@@ -96,6 +96,11 @@ class Prefetch:
         """Prefetches that are not over."""
         return len(self._open)
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether `tick` would do nothing."""
+        return not self._open and not self._changed
+
     def stamp(self) -> tuple[int, float]:
         """Generation and deadline of a storage job that starts now."""
         control = self._control

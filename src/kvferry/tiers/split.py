@@ -36,6 +36,11 @@ class CommandQueue:
         """Hand over what the data plane's `poll` said."""
         self._completions.extend(completions)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `poll` has something to tell."""
+        return bool(self._completions)
+
     def poll(self) -> list[Completion]:
         """What was delivered since the last time."""
         completions, self._completions = self._completions, []
