@@ -123,7 +123,12 @@ def test_a_poll_with_nothing_under_way_asks_nobody(monkeypatch: pytest.MonkeyPat
     rig.store(TOKENS).wait(20)
     rig.settle()
     asked = []
-    monkeypatch.setattr(rig.data, "poll", lambda: asked.append(1) or [])
+
+    def poll() -> list[object]:
+        asked.append(1)
+        return []
+
+    monkeypatch.setattr(rig.data, "poll", poll)
     assert rig.manager.poll() == 0
     assert not asked
     found = rig.match(TOKENS)  # keeps its pages, and for a while alone
