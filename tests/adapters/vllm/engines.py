@@ -85,6 +85,20 @@ def connector(
     return told
 
 
+def engine_environment() -> dict[str, str]:
+    """For processes with an engine: one thread, nothing fetched, nothing reported."""
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
 class _Server:
     """A process that has vLLM loaded, and runs one task after another.
 
@@ -94,21 +108,11 @@ class _Server:
 
     def __init__(self, log: Path) -> None:
         self._log = log
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-        }
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.adapters.vllm.engine_server"],
                 cwd=ROOT,
-                env=environment,
+                env=engine_environment(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

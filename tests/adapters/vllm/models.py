@@ -109,3 +109,30 @@ def write_model(folder: Path, kind: str) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = {**CONFIGS[kind], "torch_dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_adapter(folder: Path, config: dict[str, Any], rank: int = 8) -> None:
+    """Write an adapter for the values of a model with `config`, the same each time."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    rng = torch.Generator().manual_seed(12)
+    sizes = config["num_key_value_heads"] * config["head_dim"], config["hidden_size"]
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        at = f"base_model.model.model.layers.{layer}.self_attn.v_proj."
+        for name, shape in (("lora_A", (rank, sizes[1])), ("lora_B", (sizes[0], rank))):
+            drawn = torch.randn(shape, generator=rng) / math.sqrt(shape[-1])
+            weights[f"{at}{name}.weight"] = drawn
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    told = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": ["v_proj"],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(told))
