@@ -34,6 +34,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "hidden_act": "silu",
     },
+    "window": {
+        **_BASE,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "sliding_window": 96,
+    },
     "mla": {
         **_BASE,
         "architectures": ["DeepseekV2ForCausalLM"],
@@ -75,7 +85,7 @@ def _shapes(kind: str) -> dict[str, tuple[int, ...]]:
         ):
             shapes[f"{at}mlp.{name}.weight"] = shape
         at += "self_attn."
-        if kind == "gqa":
+        if "head_dim" in config:
             dim, few = config["head_dim"], config["num_key_value_heads"]
             shapes[f"{at}q_proj.weight"] = (heads * dim, hidden)
             shapes[f"{at}k_proj.weight"] = (few * dim, hidden)

@@ -14,7 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
-    SupportsHMA,
 )
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
@@ -45,12 +44,15 @@ _OWN_KEY = "vllm"
 _OWN_SETTINGS = {"layerwise": False}
 
 
-class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class KVFerryConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """kvferry's tiered cache behind vLLM's scheduler and workers.
 
     ``kv_connector_extra_config`` has the sections of kvferry's config, and ``vllm``, a section of
     this connector: ``layerwise`` (False) lets a step begin with its loads, layer by layer, where by
     default a request waits until its load is over and verified.
+
+    It is no `SupportsHMA`: in a model with several KV cache groups, vLLM (0.32) ends where blocks
+    are told as lost. So vLLM makes one group of such a model's layers, where it can.
 
     Raises ConfigError for a model, a parallel layout or a setting that cannot be served.
     """
@@ -220,15 +222,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.scheduler.finished(request.request_id)
         return False, None
 
-    def request_finished_all_groups(
-        self,
-        request: Any,
-        block_ids: tuple[list[int], ...],  # noqa: ARG002
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """The same, for all block tables."""
-        self.scheduler.finished(request.request_id)
-        return False, None
-
     def has_pending_push_work(self) -> bool:
         """Whether vLLM should go on stepping although no request runs."""
         return self.scheduler.has_work
@@ -333,16 +326,14 @@ def _block_groups(kv_cache_config: Any) -> list[BlockGroup]:
             if not isinstance(one, FullAttentionSpec):
                 raise ConfigError(
                     f"KV cache group {index} is of {type(one).__name__}, and only attention over "
-                    f"all tokens is carried; for sliding windows give "
-                    f"--disable-hybrid-kv-cache-manager, which keeps all of their tokens"
+                    f"all tokens is carried; leave --no-disable-hybrid-kv-cache-manager out, and "
+                    f"vLLM keeps all tokens of sliding windows; recurrent states cannot be carried"
                 )
         groups.append(BlockGroup(index, tuple(group.layer_names), int(spec.block_size)))
     if len(groups) > 1:
-        # vLLM raises where blocks are told as lost for a model with several (0.32, scheduler.py).
         raise ConfigError(
             f"this model has {len(groups)} KV cache groups, and vLLM takes word of pages that could"
-            f" not be loaded for models with one only; give --disable-hybrid-kv-cache-manager, or "
-            f"serve it without this connector"
+            f" not be loaded for models with one only; serve it without this connector"
         )
     return groups
 
