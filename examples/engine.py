@@ -186,8 +186,8 @@ class Engine:
         request.blocks = [self.free.pop() for _ in range(num_blocks)]
         if self.cache:
             with self.cache.match(request.prompt[:-1]) as found:  # the last token is computed
-                where = request.slots(found.num_tokens)
-                request.load = self.cache.load(found, device_slots=where)
+                if count := found.num_tokens:
+                    request.load = self.cache.load(found, device_slots=request.slots(count))
         return True
 
     def _prefill(self, request: Request) -> None:
