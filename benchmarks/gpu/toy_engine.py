@@ -14,7 +14,8 @@
 `cost` is the median over rounds of how much longer the idle engine took than the one without a
 cache, and `low` to `high` has that median with 95 %. `in_calls` is the share of the idle engine's
 time that passes inside of kvferry, counted call by call in every fourth round, which is not
-compared. Seconds are those of a caller. No figure is told unless hits are as many as they should be.
+compared. Seconds are those of a caller. No figure is told unless hits are as many as they should
+be.
 """
 
 from __future__ import annotations
