@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import signal
@@ -113,7 +114,12 @@ def serving(model: Path, adapter: Path, storage: Path, log: Path, *more: str) ->
     command += ["--kv-transfer-config", transfer_config(storage), *more]
     with log.open("w") as out:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=engine_environment(), stdout=out, stderr=out
+            command,
+            cwd=ROOT,
+            env=engine_environment(),
+            stdout=out,
+            stderr=out,
+            start_new_session=True,  # with the engine's processes, so that all can be ended
         )
     try:
         server = Server(port, str(model))
@@ -127,7 +133,8 @@ def serving(model: Path, adapter: Path, storage: Path, log: Path, *more: str) ->
         process.send_signal(signal.SIGINT)
         process.wait(60)
     finally:
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait(60)
 
 
