@@ -37,6 +37,7 @@ found, the limit it broke and what to do next.
     ├── TraceError (ValueError)             a trace of requests that cannot be replayed
     ├── CacheError                          the cache was used after it was closed, or wrongly
     │   └── PageStateError                  a page would change its state as it must not
+    ├── ControlError                        a control socket cannot be made, or gave no answer
     ├── ConfigError (ValueError)            an environment variable or option has a bad value
     ├── MetricsError (ValueError)           a figure that cannot have been measured, or a name twice
     └── MissingDependencyError (ImportError)  an optional package is not installed
@@ -51,6 +52,7 @@ __all__ = [
     "CompileError",
     "CompilerVersionError",
     "ConfigError",
+    "ControlError",
     "CubinCacheError",
     "DriverError",
     "DriverTooOldError",
@@ -226,6 +228,10 @@ class PageStateError(CacheError):
 
     Nothing has changed. It means a defect in kvferry, not in its caller.
     """
+
+
+class ControlError(KVFerryError):
+    """A control socket cannot be made, nobody answers at it, or a message is none."""
 
 
 class ConfigError(KVFerryError, ValueError):

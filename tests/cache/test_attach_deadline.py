@@ -12,6 +12,7 @@ import pytest
 from tests.cache.ferry_rig import TOKENS, Engine
 
 from kvferry.cache.opening import BackendOpening
+from kvferry.cache.steps import drive
 from kvferry.errors import ConfigError, StorageError
 from kvferry.storage import Buffers, ItemResult, MemoryBackend, StorageBackend
 from kvferry.tiers import LinkState
@@ -146,7 +147,7 @@ def test_the_last_moment() -> None:
     def at_the_deadline() -> StorageBackend:
         return backend
 
-    opening = BackendOpening(at_the_deadline, probe=False, owned=True)
+    opening = BackendOpening(at_the_deadline, probe=False, owned=True, wake=threading.Event().set)
     # The thread has ended, and the waiter gives up all the same.
     opening._thread.start()
     opening._thread.join(_DEADLINE_SECS)
@@ -163,15 +164,16 @@ def test_an_opening_that_ends_badly(error: type[BaseException], words: str) -> N
     def make() -> Any:
         raise error("as told")
 
-    opening = BackendOpening(make, probe=True, owned=True)
+    woken = threading.Event()
+    opening = BackendOpening(make, probe=True, owned=True, wake=woken.set)
     with pytest.raises(StorageError, match=words):
-        opening.wait(_DEADLINE_SECS, lambda: None)
+        drive(opening.steps(_DEADLINE_SECS), lambda: woken.wait(_DEADLINE_SECS))
 
 
 def test_one_that_cannot_be_closed_either(engine: Engine) -> None:
     """What is told is why it was not attached."""
     made: Callable[[], StorageBackend] = lambda: Slow(at="close")  # noqa: E731
-    opening = BackendOpening(made, probe=False, owned=True)
+    opening = BackendOpening(made, probe=False, owned=True, wake=threading.Event().set)
     opening._thread.start()
     opening._thread.join(_DEADLINE_SECS)
     opening._give_up()
@@ -195,7 +197,9 @@ def test_a_backend_that_ends_its_thread(where: str) -> None:
         made.append(Leaving(at="never"))
         return made[0]
 
+    woken = threading.Event()
+    opening = BackendOpening(make, probe=True, owned=True, wake=woken.set)
     with pytest.raises(StorageError, match="the thread that opened storage was ended"):
-        BackendOpening(make, probe=True, owned=True).wait(_DEADLINE_SECS, lambda: None)
+        drive(opening.steps(_DEADLINE_SECS), lambda: woken.wait(_DEADLINE_SECS))
     assert all(one.closed.is_set() for one in made)
     assert len(made) == (where == "probe")

@@ -77,6 +77,7 @@ class KVFerry(CacheLife):
         ConfigError: A setting is wrong, or the namespace is of another geometry.
         BudgetError: There is not that much host memory.
         RankError: A rank did not make its cache.
+        ControlError: No control socket can be made where the config says.
         StorageError: The backend cannot be opened, or does not do what it should.
         ViewError, NoDeviceError, ...: As `TransferEngine` says.
     """
@@ -172,6 +173,8 @@ class KVFerry(CacheLife):
                 self.attach_storage(storage)
             elif config.storage.enabled and config.storage.target is not None:
                 self.attach_storage(config.storage.target, **backend_options(config))
+            if config.control.socket is not None:
+                self._listen(config.control.socket)
             unless_made.pop_all()
 
     # ---------------------------------------------------------------- prompts

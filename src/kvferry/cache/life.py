@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvferry.cache.commands import Actions, CommandDesk
 from kvferry.cache.opening import BackendOpening
 from kvferry.cache.reports import CloseReport, FlushReport
+from kvferry.cache.steps import drive
 from kvferry.closing import ClosedAtExit
+from kvferry.control import ControlSocket
 from kvferry.errors import BackendInterfaceError, ConfigError, PoolInUseError
 from kvferry.storage import check_backend, open_backend
 from kvferry.tiers import LinkState, check_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
+    from kvferry.cache.steps import Steps
     from kvferry.memory import HostPool
     from kvferry.storage import StorageBackend
     from kvferry.switches import Switches
@@ -25,6 +30,8 @@ if TYPE_CHECKING:
     from kvferry.types import SlotKind
 
 __all__ = ["CacheLife"]
+
+_R = TypeVar("_R")
 
 # Long enough that waiting costs nothing, short enough that deadlines of others are seen.
 _LONGEST_WAIT_SECS = 0.05
@@ -57,12 +64,21 @@ class CacheLife(ClosedAtExit):
         self._engines = engines
         self._pools = pools
         self._num_threads = num_threads
+        self._desk: CommandDesk | None = None
+
+    def _listen(self, path: Path) -> None:
+        """Carry out orders that come over a socket at `path`, see `kvferry.control`."""
+        actions = Actions(self.stats, self._attaching, self._detaching, self._flushing)
+        self._desk = CommandDesk(ControlSocket(path, wake=self._data.wake), actions)
 
     # ---------------------------------------------------------------- running
 
     def poll(self) -> int:
         """Take note of what has ended; how much. Never blocks."""
-        return self._manager.poll()
+        taken = self._manager.poll()
+        if self._desk is not None and self._desk.has_work:
+            self._desk.step()
+        return taken
 
     def wait(self, timeout: float) -> int:
         """`poll`, but block up to `timeout` seconds until there is something to take note of."""
@@ -107,6 +123,17 @@ class CacheLife(ClosedAtExit):
             CacheError: One is attached already.
             StorageError: It cannot be opened, the probe failed, or the time is over.
         """
+        self._wait_for(self._attaching(backend, probe=probe, timeout=timeout, **options))
+
+    def _attaching(
+        self,
+        backend: StorageBackend | str,
+        *,
+        probe: bool = True,
+        timeout: float = _ATTACH_SECS,
+        **options: Any,
+    ) -> Steps[None]:
+        """`attach_storage`, step by step."""
         check_seconds("timeout", timeout)
         generation = self._manager.new_generation()
         make: Callable[[], StorageBackend]
@@ -125,7 +152,8 @@ class CacheLife(ClosedAtExit):
             check_backend(backend, f"storage={str(backend)[:80]}")
             make = functools.partial(_same, backend)
         is_owned = isinstance(backend, str)
-        opened = BackendOpening(make, probe=probe, owned=is_owned).wait(timeout, self.poll)
+        opening = BackendOpening(make, probe=probe, owned=is_owned, wake=self._data.wake)
+        opened = yield from opening.steps(timeout)
         with contextlib.ExitStack() as unless_attached:
             if is_owned:
                 unless_attached.callback(opened.close)
@@ -145,12 +173,15 @@ class CacheLife(ClosedAtExit):
         Returns:
             Whether storage is gone.
         """
+        return self._wait_for(self._detaching(timeout, force=force))
+
+    def _detaching(self, timeout: float, *, force: bool = False) -> Steps[bool]:
+        """`detach_storage`, step by step."""
         deadline = time.monotonic() + check_seconds("timeout", timeout)
         while not self._manager.detach_storage():
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if time.monotonic() >= deadline:
                 return self._manager.detach_storage(force=True) if force else False
-            self._pump(left)
+            yield
         return True
 
     def flush(self, timeout: float = 60.0) -> FlushReport:
@@ -159,11 +190,15 @@ class CacheLife(ClosedAtExit):
         The report says whether storage has whole chains afterwards: pages that never left the
         device are not on the host, and cannot be written.
         """
+        return self._wait_for(self._flushing(timeout))
+
+    def _flushing(self, timeout: float) -> Steps[FlushReport]:
+        """`flush`, step by step."""
         deadline = time.monotonic() + check_seconds("timeout", timeout)
         num_left, is_told = 0, False
         for _ in range(2):  # again what storage dropped meanwhile, to make room for others
-            num_left = self._write_all(deadline)
-            num_dropped = None if num_left else self._ask_for_all(deadline)
+            num_left = yield from self._write_all(deadline)
+            num_dropped = None if num_left else (yield from self._ask_for_all(deadline))
             is_told = num_dropped is not None
             if not num_dropped:
                 break
@@ -175,7 +210,7 @@ class CacheLife(ClosedAtExit):
             num_holes=holes,
         )
 
-    def _write_all(self, deadline: float) -> int:
+    def _write_all(self, deadline: float) -> Steps[int]:
         """Write what storage lacks, as far as is known; how many pages are left.
 
         What storage refuses, or fails to write, is offered again a few times, and not until the
@@ -185,10 +220,10 @@ class CacheLife(ClosedAtExit):
         while tries:
             self._manager.offer_all()
             while num_left := self._manager.num_unwritten:
-                left = deadline - time.monotonic()
-                if left <= 0 or self._manager.storage_state is not LinkState.ATTACHED:
+                is_late = time.monotonic() >= deadline
+                if is_late or self._manager.storage_state is not LinkState.ATTACHED:
                     return num_left
-                self._pump(left)
+                yield
             num_unstored, _ = self._manager.backup_gaps()
             if not num_unstored:
                 break
@@ -196,17 +231,21 @@ class CacheLife(ClosedAtExit):
             fewest = num_unstored
         return 0
 
-    def _ask_for_all(self, deadline: float) -> int | None:
+    def _ask_for_all(self, deadline: float) -> Steps[int | None]:
         """How many of the pages that were written storage says it has not; None: it did not say."""
         if not self._manager.options.writes_storage:  # what it has, another rank writes
             return 0
         handles = self._manager.confirm_stored()
         for handle in handles:
-            while not handle.done and (left := deadline - time.monotonic()) > 0:
-                self._pump(left)
+            while not handle.done and time.monotonic() < deadline:
+                yield
         if any(handle.reason or not handle.done for handle in handles):
             return None
         return sum(handle.found.count(False) for handle in handles)
+
+    def _wait_for(self, steps: Steps[_R]) -> _R:
+        """All of `steps`; requests may run meanwhile, and what ends is taken note of."""
+        return drive(steps, lambda: self._pump(_LONGEST_WAIT_SECS))
 
     # ---------------------------------------------------------------- ends
 
@@ -223,6 +262,9 @@ class CacheLife(ClosedAtExit):
                 that is kept, and told.
         """
         deadline = time.monotonic() + check_seconds("timeout", timeout)
+        if self._desk is not None:
+            self._desk.close()
+            self._desk = None
         self._manager.close()
         self._manager.detach_storage()
         while self._manager.num_jobs and (left := deadline - time.monotonic()) > 0:

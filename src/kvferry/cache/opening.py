@@ -13,12 +13,10 @@ from kvferry.storage import try_backend
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvferry.cache.steps import Steps
     from kvferry.storage import StorageBackend
 
 __all__ = ["BackendOpening"]
-
-# How long completions of others may lie meanwhile.
-_LONGEST_WAIT_SECS = 0.05
 
 
 class BackendOpening:
@@ -28,10 +26,19 @@ class BackendOpening:
         make: Opens it, or has it open.
         probe: Whether it is tried out, too.
         owned: Whether it is closed here where it does not work, or is late.
+        wake: Is called when it is over, by its thread: there is a step to make.
     """
 
-    def __init__(self, make: Callable[[], StorageBackend], *, probe: bool, owned: bool) -> None:
+    def __init__(
+        self,
+        make: Callable[[], StorageBackend],
+        *,
+        probe: bool,
+        owned: bool,
+        wake: Callable[[], object],
+    ) -> None:
         self._make = make
+        self._wake = wake
         self._probe = probe
         self._owned = owned
         self._lock = threading.Lock()
@@ -42,8 +49,8 @@ class BackendOpening:
         self._error: KVFerryError | None = None
         self._thread = threading.Thread(target=self._run, name="kvferry-attach", daemon=True)
 
-    def wait(self, timeout: float, meanwhile: Callable[[], object]) -> StorageBackend:
-        """The backend, opened and tried out; `meanwhile` is called now and then.
+    def steps(self, timeout: float) -> Steps[StorageBackend]:
+        """Open it and try it out; the backend.
 
         Raises:
             StorageError: It took longer than `timeout` seconds, or does not do what it should.
@@ -53,15 +60,13 @@ class BackendOpening:
         self._thread.start()
         with contextlib.ExitStack() as unless_taken:
             unless_taken.callback(self._give_up)
-            while not self._over.wait(
-                max(0.0, min(deadline - time.monotonic(), _LONGEST_WAIT_SECS))
-            ):
+            while not self._over.is_set():
                 if time.monotonic() >= deadline:
                     raise StorageError(
                         f"storage was not open and tried out after {timeout:g} s; see to what it "
                         f"waits for, or give a longer timeout"
                     )
-                meanwhile()
+                yield
             if self._error is not None:
                 raise self._error
             if self._opened is None or not self._tried:  # by what is no error, such as SystemExit
@@ -88,6 +93,7 @@ class BackendOpening:
                 self._over.set()
             if is_late:
                 self._close()
+            self._wake()
 
     def _give_up(self) -> None:
         with self._lock:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol, TextIO
 
 from kvferry import __version__
-from kvferry.cli import calibrate, config, doctor, explain, geometry, replay, selftest, storage
+from kvferry.cli import calibrate, config, ctl, doctor, explain, geometry, replay, selftest, storage
 from kvferry.errors import KVFerryError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class _Command(Protocol):
 
 _COMMANDS: tuple[_Command, ...] = (
     *(geometry, explain, config, replay, selftest, doctor, calibrate),
-    storage,
+    *(storage, ctl),
 )
 
 

@@ -7,6 +7,7 @@ from kvferry.config.kinds import size_of
 from kvferry.config.options import SECRET, Options
 from kvferry.config.resolved import PRECEDENCE, Origin, OriginKind, Resolved
 from kvferry.config.sections import (
+    ControlConfig,
     HostConfig,
     IntegrityConfig,
     LoadConfig,
@@ -24,6 +25,7 @@ __all__ = [
     "SECRET",
     "SECTIONS",
     "Config",
+    "ControlConfig",
     "HostConfig",
     "IntegrityConfig",
     "LoadConfig",

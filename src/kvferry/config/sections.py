@@ -22,6 +22,7 @@ from kvferry.config.options import Options
 from kvferry.config.setting import Section, Setting
 
 __all__ = [
+    "ControlConfig",
     "HostConfig",
     "IntegrityConfig",
     "LoadConfig",
@@ -288,6 +289,20 @@ class MetricsConfig(Section):
             "events kept until somebody drains them; of more, the oldest are dropped and counted",
         ),
     ] = 16_384
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ControlConfig(Section):
+    """Orders from outside of the process."""
+
+    socket: Annotated[
+        Path | None,
+        Setting(
+            OrNone(AbsolutePath()),
+            "where `kvferry ctl` reaches this cache: a Unix socket for its owner alone; none: "
+            "nowhere",
+        ),
+    ] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvferry.config.options import Options
 from kvferry.config.rules import broken_rules
 from kvferry.config.sections import (
+    ControlConfig,
     HostConfig,
     IntegrityConfig,
     LoadConfig,
@@ -49,6 +50,7 @@ class Config:
     integrity: IntegrityConfig = dataclasses.field(default_factory=IntegrityConfig)
     metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
     transfer: TransferConfig = dataclasses.field(default_factory=TransferConfig)
+    control: ControlConfig = dataclasses.field(default_factory=ControlConfig)
 
     def __post_init__(self) -> None:
         for name, section in SECTIONS.items():
@@ -110,6 +112,7 @@ SECTIONS: Mapping[str, type[Section]] = types.MappingProxyType(
         "integrity": IntegrityConfig,
         "metrics": MetricsConfig,
         "transfer": TransferConfig,
+        "control": ControlConfig,
     }
 )
 """The class of each section, by its name and in order."""

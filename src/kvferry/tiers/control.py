@@ -14,6 +14,7 @@ from kvferry.events import (
 from kvferry.metrics import Listeners
 from kvferry.tiers.device_link import DeviceLink
 from kvferry.tiers.hints import StorageHints
+from kvferry.tiers.state import Actor
 from kvferry.types import SlotKind, Tier
 
 if TYPE_CHECKING:
@@ -86,9 +87,9 @@ class Control:
         )
 
     @property
-    def tells(self) -> bool:
-        """Whether anybody takes note of levels."""
-        return self._device_link is not None
+    def is_at_rest(self) -> bool:
+        """Whether nothing is under way here, nothing ends by itself, and nobody notes levels."""
+        return not (self.jobs or self.index.num_leases) and self._device_link is None
 
     @property
     def kinds(self) -> tuple[SlotKind, ...]:
@@ -132,6 +133,15 @@ class Control:
     def chain_nodes(self, keys: Sequence[bytes]) -> list[int]:
         """The nodes of the longest known prefix of `keys`."""
         return self.index.match(keys).nodes
+
+    def evicted(self, kind: SlotKind, node: int) -> None:
+        """A page or checkpoint was given up for room."""
+        if kind is SlotKind.PAGE:
+            states = self.tiers.get(SlotKind.STATE)
+            if states is not None and states.slot_of(node) >= 0:
+                states.drop(node, Actor.EVICTION)
+            self.tell_evicted(Tier.HOST, [node])
+        self.index.forget([node])
 
     # ---------------------------------------------------------------- telling
 

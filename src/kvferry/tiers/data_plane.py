@@ -261,6 +261,10 @@ class DataPlane:
             return bool(self._ready)
         return self._came.wait(max(timeout, 0.0))
 
+    def wake(self) -> None:
+        """Let `wait` return: there is something else to look at. From any thread."""
+        self._came.set()
+
     def _take_answer(self, completion: Completion) -> None:
         """On any thread."""
         self._from_threads.put(completion)

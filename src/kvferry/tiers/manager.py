@@ -31,7 +31,6 @@ from kvferry.tiers.policy import Reason, TierOptions
 from kvferry.tiers.prefetch import Prefetch
 from kvferry.tiers.restore import RestoreRule, longest
 from kvferry.tiers.rows import check_whole
-from kvferry.tiers.state import Actor
 from kvferry.tiers.stats import LookUp, TierStats, backup_gaps, look_up, tier_stats
 from kvferry.tiers.storage_desk import StorageDesk
 from kvferry.tiers.stores import Stores
@@ -259,18 +258,8 @@ class TierManager:
 
     def _is_at_rest(self) -> bool:
         """Whether `_advance` would change nothing, and would have nothing to tell."""
-        control = self._control
-        return (
-            not (
-                self._data.has_news
-                or self._due
-                or control.jobs
-                or control.index.num_leases
-                or self._backup.depth
-                or control.tells
-            )
-            and self._prefetch.is_at_rest
-        )
+        stirring = self._data.has_news or self._due or self._backup.depth
+        return not stirring and self._control.is_at_rest and self._prefetch.is_at_rest
 
     @undivided
     def _advance(self) -> int:
@@ -406,11 +395,4 @@ class TierManager:
         return self._backup.last_chance(kind, node)
 
     def _evicted(self, kind: SlotKind, node: int) -> None:
-        """A page or checkpoint was given up for room."""
-        control = self._control
-        if kind is SlotKind.PAGE:
-            states = control.tiers.get(SlotKind.STATE)
-            if states is not None and states.slot_of(node) >= 0:
-                states.drop(node, Actor.EVICTION)
-            control.tell_evicted(Tier.HOST, [node])
-        control.index.forget([node])
+        self._control.evicted(kind, node)
