@@ -128,7 +128,7 @@ def test_a_part_of_the_folder_that_vanished(tmp_path: Path) -> None:
     backend.close()
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ESTALE])
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE])
 @pytest.mark.parametrize("call", ["open", "preadv", "fstat"])
 def test_a_read_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int

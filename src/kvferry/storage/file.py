@@ -38,6 +38,8 @@ _SHARE_OF_FREE = 0.9
 _MOST_SECS = 10**9
 # Of the capacity: damaged objects must not take the place of whole ones.
 _QUARANTINE_SHARE = 16
+# Longer than hosts remember the length of a file: 60 s at most by default (acregmax, nfs(5)).
+_SETTLE_NS = 90 * 10**9
 
 
 class FileBackend(StorageBackend):
@@ -51,6 +53,9 @@ class FileBackend(StorageBackend):
         direct_io: Go past the page cache where the file system and the memory allow it.
         num_threads: How many files of a batch are worked on at a time.
         read_only: Keep, change and remove nothing. The folder must exist.
+        shared: Several hosts use the folder over a network. Then `fsync` is at least ``data``, so
+            that no host sees a name before its bytes, and a file that is too short soon after it
+            was written is a miss, not damage: this host may not see all of it yet.
         touch_secs: A read tells an object's file that it was used if the file says longer ago than
             this; it is what a restart knows of the order of use.
         rescan_secs: In about this time, writes look through the whole folder for what other
@@ -69,11 +74,15 @@ class FileBackend(StorageBackend):
         direct_io: bool = True,
         num_threads: int = 4,
         read_only: bool = False,
+        shared: bool = False,
         touch_secs: float = 60.0,
         rescan_secs: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         policy = _checked(capacity_bytes, fsync, num_threads, touch_secs, rescan_secs)
+        if shared and policy is FsyncPolicy.NEVER:
+            policy = FsyncPolicy.DATA
+        self._settle_ns = _SETTLE_NS if shared else 0
         self._folder = StorageFolder(
             path, fsync=policy, use_direct_io=direct_io, read_only=read_only
         )
@@ -249,6 +258,10 @@ class FileBackend(StorageBackend):
                 self._counts.add("vanished")
             return _MISS
         except WrongLengthError as bad:
+            # Clocks of hosts differ, so what seems to come from the future is new as well.
+            if time.time_ns() - bad.modified_ns < self._settle_ns:
+                self._counts.add("unsettled")
+                return _MISS
             self._counts.error("wrong length")
             return ItemResult(ItemStatus.CORRUPT, reason=str(bad))
         except OSError as bad:

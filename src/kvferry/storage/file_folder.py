@@ -17,7 +17,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from kvferry.errors import StorageError
 from kvferry.storage.base import Buffers
@@ -35,6 +35,7 @@ from kvferry.storage.file_names import (
     shard_of,
     temporary_name,
 )
+from kvferry.storage.file_retries import passing_einval, past_stale
 from kvferry.storage.file_scan import NO_LOCKS
 
 __all__ = ["FolderGoneError", "FsyncPolicy", "StorageFolder", "WrongLengthError"]
@@ -66,6 +67,10 @@ class FolderGoneError(OSError):
 
 class WrongLengthError(Exception):
     """An object has another length than its buffers; never leaves this package."""
+
+    def __init__(self, message: str, modified_ns: int) -> None:
+        super().__init__(message)
+        self.modified_ns = modified_ns
 
 
 class StorageFolder:
@@ -132,9 +137,10 @@ class StorageFolder:
 
         Raises FileNotFoundError where there is none, also if something else has its name.
         """
-        found = os.stat(self.object_path(key), follow_symlinks=False)
+        path = self.object_path(key)
+        found = past_stale(lambda: os.stat(path, follow_symlinks=False))
         if not stat.S_ISREG(found.st_mode):
-            raise FileNotFoundError(errno.ENOENT, "not a file", self.object_path(key))
+            raise FileNotFoundError(errno.ENOENT, "not a file", path)
         return found.st_size, found.st_mtime_ns
 
     def free_bytes(self) -> int:
@@ -170,10 +176,10 @@ class StorageFolder:
         path = self.object_path(key)
         if self.direct_io and can_be_direct(buffers):
             # EINVAL: this file lies where direct I/O is not, or wants larger blocks.
-            with _passing_einval():
-                self._read_once(path, buffers, num_bytes, os.O_DIRECT, touch)
+            with passing_einval():
+                past_stale(lambda: self._read_once(path, buffers, num_bytes, os.O_DIRECT, touch))
                 return True
-        self._read_once(path, buffers, num_bytes, 0, touch)
+        past_stale(lambda: self._read_once(path, buffers, num_bytes, 0, touch))
         return False
 
     def publish(self, key: bytes, buffers: Buffers, publishing: Callable[[int], None]) -> bool:
@@ -182,7 +188,7 @@ class StorageFolder:
         `publishing` is called with the time of use just after the file has its name, or not at all.
         """
         if self.direct_io and can_be_direct(buffers):
-            with _passing_einval():
+            with passing_einval():
                 self._publish_once(key, buffers, os.O_DIRECT, publishing)
                 return True
         self._publish_once(key, buffers, 0, publishing)
@@ -190,7 +196,7 @@ class StorageFolder:
 
     def remove(self, key: bytes) -> None:
         """Remove an object's file."""
-        os.unlink(self.object_path(key))
+        past_stale(lambda: os.unlink(self.object_path(key)))
 
     def quarantine(self, key: bytes, max_bytes: int) -> int:
         """Move an object out of service; the bytes that the folder of such now has.
@@ -201,7 +207,8 @@ class StorageFolder:
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
         # Sorted by name they are sorted by time.
-        os.rename(self.object_path(key), f"{folder}/{self.next_ns():020d}-{object_name(key)}")
+        away = f"{folder}/{self.next_ns():020d}-{object_name(key)}"
+        past_stale(lambda: os.rename(self.object_path(key), away))
         total = 0
         for count, path in enumerate(sorted(pathlib.Path(folder).iterdir(), reverse=True)):
             total += path.stat().st_size
@@ -234,11 +241,14 @@ class StorageFolder:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode) or found.st_size != num_bytes:
                 raise WrongLengthError(
-                    f"the file has {found.st_size} bytes, and {num_bytes} were asked for"
+                    f"the file has {found.st_size} bytes, and {num_bytes} were asked for",
+                    found.st_mtime_ns,
                 )
             count = read_scattered(descriptor, buffers, direct=bool(flag)) if num_bytes else 0
             if count != num_bytes:
-                raise WrongLengthError(f"the file ended after {count} of {num_bytes} bytes")
+                raise WrongLengthError(
+                    f"the file ended after {count} of {num_bytes} bytes", found.st_mtime_ns
+                )
             used_ns = touch()
             if used_ns:
                 # A folder that may only be read keeps its order of use in memory.
@@ -298,7 +308,7 @@ class StorageFolder:
         """One try; None: there is reason for another."""
         path = f"{folder}/{name}"
         try:
-            descriptor = os.open(path, _WRITE_FLAGS | flag, 0o600)
+            descriptor = past_stale(lambda: os.open(path, _WRITE_FLAGS | flag, 0o600))
         except FileNotFoundError:
             # The first object of this folder; not if all of it was on a disk that is gone.
             self.check_identity()
@@ -383,13 +393,3 @@ def _sync_folder(path: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _passing_einval() -> Iterator[None]:
-    """Go on behind the block where the system says that it cannot do this."""
-    try:
-        yield
-    except OSError as bad:
-        if bad.errno != errno.EINVAL:
-            raise

@@ -63,8 +63,10 @@ def scan_shard(
         for entry in entries:
             try:
                 found = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:
-                continue  # Another process was faster.
+            except OSError as bad:
+                if bad.errno in (errno.ENOENT, errno.ESTALE):
+                    continue  # Another process was faster, here or on another host.
+                raise
             key = key_of(entry.name)
             regular = stat.S_ISREG(found.st_mode)
             if regular and key is not None and shard_of(key) == shard:
