@@ -21,6 +21,7 @@ __all__ = [
     "PagesLoaded",
     "PagesQuarantined",
     "PagesStored",
+    "StorageChanged",
     "chains_of",
 ]
 
@@ -65,7 +66,22 @@ class PagesQuarantined(_OfPages):
     """What was wrong, in a word: ``digest``, ``checksum``, ``length``…"""
 
 
-Event = PagesStored | PagesEvicted | PagesLoaded | PagesQuarantined
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StorageChanged(_OfPages):
+    """Storage came or went as a whole; it is about no page, and has no keys."""
+
+    keys: tuple[bytes, ...] = ()
+    parent_key: bytes | None = None
+    tier: Tier = Tier.STORAGE
+    state: str
+    """``attached``; ``down``, as it kept failing: nobody asks it; ``back``, as it works again;
+    ``detached``."""
+
+    reason: str = ""
+    """In words, where there is more to say."""
+
+
+Event = PagesStored | PagesEvicted | PagesLoaded | PagesQuarantined | StorageChanged
 
 Subscriber = Callable[[Sequence[Event]], None]
 

@@ -51,6 +51,7 @@ def _say_everything(sink: MetricsSink) -> None:
     sink.digest_failed(Tier.HOST, 7)
     sink.quarantined(Tier.STORAGE, 8)
     sink.worker_fault("storage")
+    sink.storage_changed("back", usable=True)
     sink.occupancy(Tier.HOST, 9, 10)
     sink.queue("store", 11)
 
@@ -93,6 +94,8 @@ _EXPECTED: dict[str, list[tuple[dict[str, str], float]]] = {
     "kvferry_digest_failed_pages_total": [({"tier": "host"}, 7)],
     "kvferry_quarantined_pages_total": [({"tier": "storage"}, 8)],
     "kvferry_worker_faults_total": [({"kind": "storage"}, 1)],
+    "kvferry_storage_changes_total": [({"state": "back"}, 1)],
+    "kvferry_storage_usable": [({}, 1)],
     "kvferry_used_pages": [({"tier": "host"}, 9)],
     "kvferry_capacity_pages": [({"tier": "host"}, 10)],
     "kvferry_queued_jobs": [({"queue": "store"}, 11)],
@@ -158,9 +161,10 @@ def test_names_have_prefix_and_unit(one: Any) -> None:
     assert one.name.endswith("_total") is (one.kind is QuantityKind.COUNTER)
     assert one.name.endswith("_seconds") or one.kind is not QuantityKind.HISTOGRAM
     units = "bytes|tokens|pages|seconds|transfers|faults|jobs|gigabytes_per_second|fraction"
+    units += "|changes|usable"
     assert re.search(rf"_({units})(_total)?$", one.name)
     assert set(one.labels) <= {
-        *("direction", "kind", "mover", "outcome", "path", "queue", "reason", "tier"),
+        *("direction", "kind", "mover", "outcome", "path", "queue", "reason", "state", "tier"),
     }
 
 

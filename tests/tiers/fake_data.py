@@ -22,6 +22,7 @@ from kvferry.tiers import (
     StorageAttached,
     StorageDetached,
     StorageDone,
+    TryStorage,
     WritePages,
 )
 from kvferry.types import Direction, SlotKind
@@ -137,6 +138,9 @@ class FakeData:
             return Checked(command.job, tuple(self.host[at][1] for at in self._places(command)))
         if isinstance(command, DetachStorage):
             return StorageDetached(command.generation, command.job)
+        if isinstance(command, TryStorage):
+            failed = command.generation != self.generation or self._fails()
+            return StorageDone(command.job, (ItemStatus.FAILED if failed else ItemStatus.OK,))
         if command.generation != self.generation:
             statuses = (ItemStatus.REFUSED,) * len(command.keys)
             if isinstance(command, ProbeStorage):

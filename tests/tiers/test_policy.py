@@ -56,25 +56,25 @@ def test_hits_are_counted_by_page_and_forgotten_when_there_are_too_many() -> Non
 
 
 def test_the_breaker() -> None:
-    """Closed until so many failures in a row; then one trial at a time."""
+    """Closed until so many failures in a row; then a trial is due after each while."""
     now = [0.0]
     breaker = Breaker(failures=2, seconds=10, clock=lambda: now[0])
     breaker.failed()
     breaker.succeeded()
     breaker.failed()
-    assert breaker.admit()
+    assert breaker.is_usable
+    assert breaker.seconds_left == 0
     breaker.failed()
-    assert (breaker.state, breaker.admit(), breaker.times_opened) == (BreakerState.OPEN, False, 1)
+    assert (breaker.state, breaker.is_usable, breaker.times_opened) == (BreakerState.OPEN, False, 1)
+    now[0] = 4
+    assert (breaker.seconds_left, breaker.num_failures) == (6, 2)
     now[0] = 10
     assert breaker.state is BreakerState.TRYING
-    assert breaker.admit()
-    assert not breaker.admit()
+    assert not breaker.is_usable  # to nobody but the trial
     breaker.failed()
-    assert not breaker.is_usable()
+    assert breaker.state is BreakerState.OPEN
     now[0] = 20
-    assert breaker.admit()
-    now[0] = 31  # the trial never came back
-    assert breaker.admit()
+    assert breaker.state is BreakerState.TRYING
     breaker.succeeded()
     assert (breaker.state, breaker.times_opened) == (BreakerState.CLOSED, 1)
 

@@ -35,7 +35,9 @@ def explain(
         stops[Tier.STORAGE] = "no more that is known of; it was not asked"
     refusal = manager.storage_refusal()
     if refusal:
-        in_storage, stops[Tier.STORAGE] = 0, f"not in use: {refusal}"
+        trouble = manager.stats().storage_trouble
+        in_storage = 0
+        stops[Tier.STORAGE] = f"not in use: {refusal}" + (f" ({trouble})" if trouble else "")
     elif storage_timeout > 0 and keys:
         in_storage, stops[Tier.STORAGE] = _ask(manager, keys, storage_timeout)
     return Explanation(

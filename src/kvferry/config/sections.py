@@ -238,13 +238,13 @@ class StorageConfig(Section):
         int, Setting(Count(1, 65_536), "pages of one call to the backend, at most")
     ] = 128
     breaker_failures: Annotated[
-        int, Setting(Count(1), "failed calls in a row after which storage is left alone")
+        int, Setting(Count(1), "failed calls in a row after which storage is down: nobody asks it")
     ] = 5
     breaker_secs: Annotated[
         float,
         Setting(
             Number(0, _DAY_SECS, "seconds", above_minimum=True),
-            "how long it is left alone before one call tries again",
+            "how long until it is tried again, by the cache itself",
         ),
     ] = 30.0
 

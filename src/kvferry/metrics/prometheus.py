@@ -163,6 +163,11 @@ class Metrics:
         """See `MetricsSink.worker_fault`."""
         self._counters["kvferry_worker_faults_total"].labels(self._word("kind", kind)).inc()
 
+    def storage_changed(self, state: str, *, usable: bool) -> None:
+        """See `MetricsSink.storage_changed`."""
+        self._counters["kvferry_storage_changes_total"].labels(self._word("state", state)).inc()
+        self._gauges["kvferry_storage_usable"].set(int(usable))
+
     def occupancy(self, tier: Tier, used_pages: int, capacity_pages: int) -> None:
         """See `MetricsSink.occupancy`."""
         self._gauges["kvferry_used_pages"].labels(tier).set(used_pages)

@@ -100,6 +100,16 @@ QUANTITIES = (
     ),
     _counter("kvferry_quarantined_pages_total", ("tier",), "pages put where nobody reads them"),
     _counter("kvferry_worker_faults_total", ("kind",), "errors that a worker is not made for"),
+    _counter(
+        "kvferry_storage_changes_total",
+        ("state",),
+        "how often storage came to be attached, down, back or detached",
+    ),
+    _gauge(
+        "kvferry_storage_usable",
+        (),
+        "1 while storage is attached and answers, else 0",
+    ),
     _gauge("kvferry_used_pages", ("tier",), "pages in a tier now"),
     _gauge("kvferry_capacity_pages", ("tier",), "pages that a tier has room for"),
     _gauge("kvferry_queued_jobs", ("queue",), "jobs that wait in a queue now"),

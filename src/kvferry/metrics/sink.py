@@ -67,6 +67,9 @@ class MetricsSink(Protocol):
     def worker_fault(self, kind: str) -> None:
         """A worker met an error that it is not made for."""
 
+    def storage_changed(self, state: str, *, usable: bool) -> None:
+        """Storage is ``attached``, ``down``, ``back`` or ``detached`` from now on."""
+
     def occupancy(self, tier: Tier, used_pages: int, capacity_pages: int) -> None:
         """How full a tier is now."""
 
@@ -111,6 +114,8 @@ class NullMetrics:
     def quarantined(self, tier: Tier, pages: int) -> None: ...
 
     def worker_fault(self, kind: str) -> None: ...
+
+    def storage_changed(self, state: str, *, usable: bool) -> None: ...
 
     def occupancy(self, tier: Tier, used_pages: int, capacity_pages: int) -> None: ...
 

@@ -18,6 +18,7 @@ from kvferry.tiers.commands import (
     StorageAttached,
     StorageDetached,
     StorageDone,
+    TryStorage,
     WorkerFault,
     WritePages,
 )
@@ -93,6 +94,7 @@ __all__ = [
     "TierManager",
     "TierOptions",
     "TierStats",
+    "TryStorage",
     "Verify",
     "WorkerFault",
     "WritePages",

@@ -71,13 +71,17 @@ class Backup:
         """When a write that starts now is late."""
         return self._control.clock() + self._control.options.write_max_secs
 
-    def offer(self, nodes: Iterable[int]) -> None:
-        """Pages and checkpoints that are on the host should be in storage too."""
+    def offer(self, nodes: Iterable[int], *, counted: bool = True) -> None:
+        """Pages and checkpoints that are on the host should be in storage too.
+
+        What is not taken is counted as dropped, unless it was offered, and `counted`, before.
+        """
         control = self._control
-        if not control.options.writes_storage or control.link.refusal() is not Reason.NONE:
+        refusal = control.link.refusal()
+        if not control.options.writes_storage or refusal not in (Reason.NONE, Reason.STORAGE_DOWN):
             return
         skipped = 0
-        room = control.options.max_queue_pages - self.depth
+        room = 0 if refusal else control.options.max_queue_pages - self.depth
         for node in nodes:
             for kind, tier in control.tiers.items():
                 if tier.slot_of(node) < 0 or control.hints.is_stored(kind, node):
@@ -90,8 +94,8 @@ class Backup:
                     continue
                 self._queues[kind][key] = None
                 room -= 1
-        if skipped:
-            control.metrics.dropped(Reason.QUEUE_FULL, skipped)
+        if skipped and counted:
+            control.metrics.dropped(refusal or Reason.QUEUE_FULL, skipped)
         self.dispatch()
 
     def last_chance(self, kind: SlotKind, node: int) -> bool:
@@ -110,6 +114,11 @@ class Backup:
         if not control.options.writes_storage or control.hints.is_stored(kind, node):
             return False
         if control.link.refusal() is not Reason.NONE:
+            # One that was offered while storage was down has been counted then.
+            key = control.index.key_of(node)
+            if key in self._queues[kind]:
+                del self._queues[kind][key]
+                control.metrics.dropped(control.link.refusal(), 1)
             return False
         if not self._room(kind) or not self._send(kind, [(control.index.key_of(node), node)]):
             control.metrics.dropped(Reason.EVICTED_UNSTORED, 1)
@@ -151,7 +160,7 @@ class Backup:
 
     def _send(self, kind: SlotKind, batch: Sequence[tuple[bytes, int]]) -> bool:
         control = self._control
-        if control.link.admit() is not Reason.NONE:
+        if control.link.refusal() is not Reason.NONE:
             return False
         tier = control.tiers[kind]
         if not all(tier.is_readable(node) for _, node in batch):
@@ -177,7 +186,7 @@ class Backup:
     def late(self, job: _WriteJob) -> None:
         """A write does not come back: its slots stay with it, others go on."""
         self._control.link.num_late += 1
-        self._control.link.judge(job.generation, ok=False)
+        self._control.judge(job.generation, ok=False, why="a write did not come back")
         self._control.metrics.worker_fault("late_write")
         self._num_batches -= 1
         self._writing[job.kind] -= len(job.slots)
@@ -193,7 +202,7 @@ class Backup:
             control.num_writing -= len(job.slots)
         failed = [status is ItemStatus.FAILED for status in done.statuses]
         if not job.is_late:
-            control.link.judge(job.generation, ok=not any(failed))
+            control.judge(job.generation, ok=not any(failed), why=done.reason)
         if job.aborted or not control.link.is_current(job.generation):
             return
         written = [key for key, status in zip(job.keys, done.statuses, strict=True)

@@ -1,4 +1,4 @@
-"""A circuit breaker: a tier that keeps failing is left alone for a while."""
+"""A circuit breaker: a tier that keeps failing is left alone until it is seen to work again."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ class BreakerState(enum.StrEnum):
     """It is not, for a while."""
 
     TRYING = "trying"
-    """The while is over, and one operation finds out whether it works again."""
+    """It is not yet: the while is over, and a trial of its own finds out whether it works again."""
 
 
 class Breaker:
-    """Opens after `failures` failures in a row, for `seconds`; then lets one operation try.
+    """Opens after `failures` failures in a row; after each `seconds` a trial is due.
+
+    No request is the trial: until one has succeeded, everybody else is refused at once.
 
     Args:
         failures: In a row, before it opens.
@@ -39,7 +41,6 @@ class Breaker:
         self._clock = clock
         self._in_a_row = 0
         self._opened_at: float | None = None
-        self._trial_at: float | None = None
         self.times_opened = 0
         """How often it opened so far."""
 
@@ -52,25 +53,27 @@ class Breaker:
             return BreakerState.OPEN
         return BreakerState.TRYING
 
+    @property
     def is_usable(self) -> bool:
-        """Whether an operation would be let through; takes nothing."""
-        state = self.state
-        return state is BreakerState.CLOSED or (
-            state is BreakerState.TRYING and not self._is_tried()
-        )
+        """Whether operations are let through."""
+        return self._opened_at is None
 
-    def admit(self) -> bool:
-        """Ask to start an operation. While trying, one at a time is let through."""
-        if not self.is_usable():
-            return False
-        if self._opened_at is not None:
-            self._trial_at = self._clock()
-        return True
+    @property
+    def num_failures(self) -> int:
+        """Failures in a row, up to now."""
+        return self._in_a_row
+
+    @property
+    def seconds_left(self) -> float:
+        """Until a trial is due; 0 if it is, or if nothing has to be tried."""
+        if self._opened_at is None:
+            return 0.0
+        return max(0.0, self._opened_at + self._seconds - self._clock())
 
     def succeeded(self) -> None:
         """An operation did what it should."""
         self._in_a_row = 0
-        self._opened_at = self._trial_at = None
+        self._opened_at = None
 
     def failed(self) -> None:
         """An operation failed, or did not come back in time."""
@@ -79,8 +82,3 @@ class Breaker:
             if self._opened_at is None:
                 self.times_opened += 1
             self._opened_at = self._clock()
-            self._trial_at = None
-
-    def _is_tried(self) -> bool:
-        # A trial that never comes back must not keep the tier away for ever.
-        return self._trial_at is not None and self._clock() - self._trial_at < self._seconds

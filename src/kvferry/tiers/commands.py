@@ -28,6 +28,7 @@ __all__ = [
     "StorageAttached",
     "StorageDetached",
     "StorageDone",
+    "TryStorage",
     "WorkerFault",
     "WritePages",
 ]
@@ -111,6 +112,17 @@ class Quarantine:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TryStorage:
+    """Write, read and remove a small object: does a backend that kept failing work again?
+
+    The answer is of one item: OK, or FAILED.
+    """
+
+    job: int
+    generation: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class DetachStorage:
     """Start nothing new on this attachment, and close its backend when its workers are done."""
 
@@ -168,7 +180,7 @@ class Found:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StorageDone:
-    """A read, write or quarantine is over, item by item."""
+    """A read, write, quarantine or trial is over, item by item."""
 
     job: int
     statuses: tuple[ItemStatus, ...]
@@ -208,7 +220,14 @@ class StorageDetached:
 
 
 Command: TypeAlias = (
-    MovePages | CheckPages | ProbeStorage | ReadPages | WritePages | Quarantine | DetachStorage
+    MovePages
+    | CheckPages
+    | ProbeStorage
+    | ReadPages
+    | WritePages
+    | Quarantine
+    | TryStorage
+    | DetachStorage
 )
 Completion: TypeAlias = (
     Moved | Checked | Found | StorageDone | WorkerFault | StorageAttached | StorageDetached

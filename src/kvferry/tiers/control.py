@@ -9,6 +9,7 @@ from kvferry.events import (
     PagesLoaded,
     PagesQuarantined,
     PagesStored,
+    StorageChanged,
     chains_of,
 )
 from kvferry.metrics import Listeners
@@ -89,7 +90,8 @@ class Control:
     @property
     def is_at_rest(self) -> bool:
         """Whether nothing is under way here, nothing ends by itself, and nobody notes levels."""
-        return not (self.jobs or self.index.num_leases) and self._device_link is None
+        stirring = self.jobs or self.index.num_leases or self.link.is_trial_due
+        return not stirring and self._device_link is None
 
     @property
     def kinds(self) -> tuple[SlotKind, ...]:
@@ -143,7 +145,30 @@ class Control:
             self.tell_evicted(Tier.HOST, [node])
         self.index.forget([node])
 
+    # ---------------------------------------------------------------- storage
+
+    def judge(self, generation: int, *, ok: bool, why: str = "") -> None:
+        """An operation on storage is over; tells where that takes the tier away or brings it back.
+
+        Args:
+            generation: Of the attachment that it went to.
+            ok: It did what it should. That storage says what it has is no proof: it may know that
+                by heart.
+            why: What it said, where not.
+        """
+        link = self.link
+        was = link.breaker.is_usable
+        link.judge(generation, ok=ok, why=why)
+        if link.breaker.is_usable is not was:
+            self.tell_storage("down" if was else "back", link.trouble)
+
     # ---------------------------------------------------------------- telling
+
+    def tell_storage(self, state: str, reason: str = "") -> None:
+        """The tier came, went, failed or is back."""
+        self.metrics.storage_changed(state, usable=state in ("attached", "back"))
+        if self.events.active:
+            self.events.record(StorageChanged(state=state, reason=reason))
 
     def _pages(self, nodes: Iterable[int]) -> list[tuple[bytes, bytes | None]]:
         pages = []

@@ -23,6 +23,7 @@ from kvferry.tiers.commands import (
     StorageAttached,
     StorageDetached,
     StorageDone,
+    TryStorage,
 )
 from kvferry.tiers.host_check import page_digests
 from kvferry.tiers.policy import Verify
@@ -155,7 +156,8 @@ class DataPlane:
                     Found(command.job, nothing, error="no such storage", refused=True)
                 )
             else:
-                statuses = (ItemStatus.REFUSED,) * len(command.keys)
+                items = 1 if isinstance(command, TryStorage) else len(command.keys)
+                statuses = (ItemStatus.REFUSED,) * items
                 self._ready.append(StorageDone(command.job, statuses, reason="no such storage"))
         return None
 

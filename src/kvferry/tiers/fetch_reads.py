@@ -149,7 +149,7 @@ class FetchReads:
                 wanted[position] = node
         if not wanted:
             return True
-        if control.link.admit():
+        if control.link.refusal():
             return False
         slots = tier.reserve(list(wanted.values()), PageState.FETCHING)
         if len(slots) < len(wanted) and not control.num_writing:
@@ -173,7 +173,7 @@ class FetchReads:
         try:
             if tier.slot_of(nodes[-1]) >= 0:
                 fetch.state_fetch = PageFetch.HERE
-            elif not tier.is_filling(nodes[-1]) and not control.link.admit():
+            elif not tier.is_filling(nodes[-1]) and not control.link.refusal():
                 slots = tier.reserve(nodes[-1:], PageState.FETCHING)
                 if not slots:
                     if not control.num_writing:

@@ -6,7 +6,7 @@ import enum
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from kvferry.tiers.breaker import Breaker
+from kvferry.tiers.breaker import Breaker, BreakerState
 from kvferry.tiers.policy import Reason
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["LinkState", "MissMemory", "StorageLink"]
 
 _MAX_MISSES = 1 << 16
+_MAX_WHY = 500
 
 
 class LinkState(enum.StrEnum):
@@ -81,6 +82,8 @@ class StorageLink:
         self.num_late = 0
         """Jobs that passed their deadline."""
 
+        self._last_failure = ""
+
     def _new_breaker(self) -> Breaker:
         return Breaker(
             failures=self._options.breaker_failures,
@@ -118,18 +121,30 @@ class StorageLink:
             return Reason.NO_STORAGE
         if not self._switches.storage:
             return Reason.SWITCHED_OFF
-        if not self.breaker.is_usable():
+        if not self.breaker.is_usable:
             return Reason.STORAGE_DOWN
         return Reason.NONE
 
-    def admit(self) -> Reason:
-        """Ask to start one operation; NONE if it may start."""
-        refusal = self.refusal()
-        if refusal is Reason.NONE and not self.breaker.admit():
-            return Reason.STORAGE_DOWN
-        return refusal
+    @property
+    def is_trial_due(self) -> bool:
+        """Whether storage is down, and it is time to find out whether it still is."""
+        return (
+            self.state is LinkState.ATTACHED
+            and self._switches.storage
+            and self.breaker.state is BreakerState.TRYING
+        )
 
-    def judge(self, generation: int, *, ok: bool) -> None:
+    @property
+    def trouble(self) -> str:
+        """Why storage is down, in words; empty if it is not."""
+        if self.state is not LinkState.ATTACHED or self.breaker.is_usable:
+            return ""
+        last = f", the last: {self._last_failure}" if self._last_failure else ""
+        left = self.breaker.seconds_left
+        tried = f"it is tried again in {left:.3g} s" if left else "it is being tried"
+        return f"{self.breaker.num_failures} failures in a row{last}; {tried}"
+
+    def judge(self, generation: int, *, ok: bool, why: str) -> None:
         """An operation of this generation is over: the backend works, or it does not."""
         if not self.is_current(generation):
             return
@@ -137,3 +152,4 @@ class StorageLink:
             self.breaker.succeeded()
         else:
             self.breaker.failed()
+            self._last_failure = why[:_MAX_WHY]

@@ -165,7 +165,7 @@ class TierManager:
             usable = control.rule.usable_prefixes(pages, states)
             here = longest(usable)
             agreed = self._agreement.prefix(usable, len(keys))
-        stored = max(here, known.num_held)
+        stored = here if control.link.refusal() else max(here, known.num_held)
         size = control.page_size
         reason = Reason.NONE if agreed == len(keys) else Reason.NOTHING_FOUND
         by_tier = {Tier.HOST: here * size, Tier.STORAGE: (stored - here) * size}
@@ -271,6 +271,7 @@ class TierManager:
         control.index.expire()
         control.jobs.call_late(control.clock())
         self._prefetch.tick(changed=count > 0)
+        self._storage.try_again()
         self._backup.dispatch()
         control.tell_levels()
         return count
@@ -324,7 +325,7 @@ class TierManager:
     def offer_all(self) -> int:
         """Queue every page of the host that storage lacks; `num_unwritten` then."""
         for tier in self._control.tiers.values():
-            self._backup.offer(tier.resident_nodes())
+            self._backup.offer(tier.resident_nodes(), counted=False)
         return self.num_unwritten
 
     @property
@@ -389,7 +390,7 @@ class TierManager:
         elif completion.job >= 0:
             control.jobs.finish(completion.job, completion)
         if isinstance(completion, StorageDetached):
-            self._storage.gone(completion.generation)
+            self._storage.gone(completion.generation, completion.error)
 
     def _last_chance(self, kind: SlotKind, node: int) -> bool:
         return self._backup.last_chance(kind, node)

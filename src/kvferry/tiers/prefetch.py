@@ -127,8 +127,6 @@ class Prefetch:
         asked = here + control.link.misses.first_missing(keys[here:])
         if not fetch.reason and asked == here:
             fetch.reason = Reason.MISSING
-        if not fetch.reason:
-            fetch.reason = control.link.admit()
         if fetch.reason:
             fetch.done = True
             return fetch
@@ -242,15 +240,15 @@ class Prefetch:
     def _late(self, generation: int) -> None:
         link = self._control.link
         link.num_late += 1
-        link.judge(generation, ok=False)
+        self._control.judge(generation, ok=False, why="a read or a question did not come back")
         self._control.metrics.worker_fault("late_read")
 
     def probed(self, job: _ProbeJob, done: Found) -> None:
         """Storage said what it has."""
         control, fetch = self._control, job.fetch
         fetch.statuses_left -= 1
-        if not job.is_late and not done.refused:
-            control.link.judge(job.generation, ok=not done.error)
+        if done.error and not job.is_late and not done.refused:
+            control.judge(job.generation, ok=False, why=done.error)
         if fetch.done:
             return
         if done.error:
@@ -300,7 +298,7 @@ class Prefetch:
         if not job.is_late:
             self.num_batches -= 1
             failed = ItemStatus.FAILED in done.statuses
-            control.link.judge(job.generation, ok=not failed)
+            control.judge(job.generation, ok=not failed, why=done.reason)
         is_over = fetch.done or job.aborted
         keys = [fetch.keys[fetch.start + position] for position in job.positions]
         self._tell_corrupt(job.kind, keys, done.statuses)

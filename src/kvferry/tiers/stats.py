@@ -47,6 +47,9 @@ class TierStats:
     worker_faults: int
     storage: LinkState
     breaker: str
+    storage_trouble: str
+    """Why storage is down, in words, and when it is tried again; empty if it is not."""
+
     transient_pages: int
     """Pages that failed their digest once and were right when read again."""
 
@@ -78,6 +81,7 @@ def tier_stats(
         worker_faults=worker_faults,
         storage=link.state,
         breaker=link.breaker.state,
+        storage_trouble=link.trouble,
         transient_pages=transient_pages,
         listener_failures=control.listeners.num_failures,
     )

@@ -13,6 +13,7 @@ from kvferry.tiers.commands import (
     Quarantine,
     StorageDetached,
     StorageDone,
+    TryStorage,
 )
 from kvferry.tiers.jobs import Job, answer
 from kvferry.tiers.link import LinkState
@@ -57,6 +58,21 @@ class _QuarantineJob(Job):
         self._desk.quarantined(self, answer(completion, StorageDone))
 
 
+class _TrialJob(Job):
+    kind = SlotKind.PAGE
+
+    def __init__(self, desk: StorageDesk) -> None:
+        self._desk = desk
+        self.generation, self.deadline = desk.stamp()
+
+    def late(self) -> None:
+        super().late()
+        self._desk.late_trial(self)
+
+    def finish(self, completion: Completion) -> None:
+        self._desk.tried(self, answer(completion, StorageDone))
+
+
 class _DetachJob(Job):
     kind = SlotKind.PAGE
 
@@ -72,6 +88,7 @@ class StorageDesk:
         self._backup = backup
         self._prefetch = prefetch
         self._next_generation = 1
+        self._trial: _TrialJob | None = None
 
     def new_generation(self) -> int:
         """A number for the next attachment. CacheError while another one is there."""
@@ -86,6 +103,7 @@ class StorageDesk:
     def attached(self, generation: int) -> None:
         """A backend is there."""
         self._control.link.attach(generation)
+        self._control.tell_storage("attached")
         self._next_generation = max(self._next_generation, generation + 1)
 
     def detach(self, *, force: bool = False) -> bool:
@@ -108,24 +126,49 @@ class StorageDesk:
             )
         if force:
             control.jobs.give_up(link.generation)
-            self.gone(link.generation)
+            self.gone(link.generation, "given up, with what was in flight")
         return self._is_gone()
 
     def _is_gone(self) -> bool:
         return self._control.link.state is LinkState.NONE
 
-    def gone(self, generation: int) -> None:
+    def gone(self, generation: int, reason: str = "") -> None:
         """The backend was closed, or is given up."""
         link = self._control.link
         if generation == link.generation and link.state is not LinkState.NONE:
             link.detached(generation)
             # The next backend has none of it, as far as anybody knows.
             self._control.hints.forget()
+            self._control.tell_storage("detached", reason)
 
     def stamp(self) -> tuple[int, float]:
         """Generation and deadline of a question that is asked now."""
         control = self._control
         return control.link.generation, control.clock() + control.options.prefetch_max_secs
+
+    def try_again(self) -> None:
+        """Have storage that is down tried, where that is due: no request has to be the one."""
+        control, link = self._control, self._control.link
+        if not link.is_trial_due:
+            return
+        # One that hangs is not joined by others: its answer, however late, is as good.
+        if self._trial is not None and self._trial.generation == link.generation:
+            return
+        self._trial = job = _TrialJob(self)
+        control.jobs.start(job, lambda number: TryStorage(job=number, generation=job.generation))
+
+    def late_trial(self, job: _TrialJob) -> None:
+        """A trial does not come back."""
+        self._control.link.num_late += 1
+        self._control.judge(job.generation, ok=False, why="a trial did not come back")
+
+    def tried(self, job: _TrialJob, done: StorageDone) -> None:
+        """A trial is over."""
+        if self._trial is job:
+            self._trial = None
+        (status,) = done.statuses
+        if status is not ItemStatus.REFUSED:  # by nobody who asked the backend
+            self._control.judge(job.generation, ok=status is ItemStatus.OK, why=done.reason)
 
     def probe(self, keys: Sequence[bytes]) -> Probe:
         """Ask storage which of these pages it has."""
@@ -146,7 +189,7 @@ class StorageDesk:
     def _ask(self, kind: SlotKind, keys: Sequence[bytes]) -> Probe:
         control = self._control
         probe = Probe(keys=keys)
-        probe.reason = control.link.admit()
+        probe.reason = control.link.refusal()
         if probe.reason:
             probe.done = True
             return probe
@@ -162,8 +205,8 @@ class StorageDesk:
     def probed(self, job: _ProbeJob, done: Found) -> None:
         """Storage said what it has."""
         control, probe = self._control, job.probe
-        if not job.is_late and not done.refused:
-            control.link.judge(job.generation, ok=not done.error)
+        if done.error and not job.is_late and not done.refused:
+            control.judge(job.generation, ok=False, why=done.error)
         if probe.done:  # too late
             return
         if done.error:

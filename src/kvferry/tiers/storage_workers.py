@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from kvferry.kernels import NO_DIGEST
-from kvferry.storage import ItemResult, ItemStatus, PageStore
+from kvferry.storage import ItemResult, ItemStatus, PageStore, try_backend
 from kvferry.tiers.commands import (
     Completion,
     Found,
@@ -24,6 +24,7 @@ from kvferry.tiers.commands import (
     ReadPages,
     StorageDetached,
     StorageDone,
+    TryStorage,
     WorkerFault,
     WritePages,
 )
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StorageCommand", "StorageWorkers", "storage_key"]
 
-StorageCommand: TypeAlias = ProbeStorage | ReadPages | WritePages | Quarantine
+StorageCommand: TypeAlias = ProbeStorage | ReadPages | WritePages | Quarantine | TryStorage
 
 
 def storage_key(kind: SlotKind, key: bytes) -> bytes:
@@ -203,6 +204,8 @@ class StorageWorkers:
             self._answer(answer)
 
     def _answer_to(self, command: StorageCommand, started: float) -> Completion:
+        if isinstance(command, TryStorage):
+            return self._try(command, started)
         store = self._stores[command.kind]
         keys = [storage_key(command.kind, key) for key in command.keys]
         if isinstance(command, ProbeStorage):
@@ -222,6 +225,17 @@ class StorageWorkers:
             tuple(result.status for result in results),
             reason=reason,
             num_bytes=sum(result.num_bytes for result in results),
+            seconds=time.perf_counter() - started,
+        )
+
+    def _try(self, command: TryStorage, started: float) -> StorageDone:
+        tried = try_backend(self._backend)
+        # One that keeps nothing more, or is only read, has answered, and nothing of it is broken.
+        works = tried.status in (ItemStatus.OK, ItemStatus.REFUSED)
+        return StorageDone(
+            command.job,
+            (ItemStatus.OK if works else ItemStatus.FAILED,),
+            reason="" if works else tried.reason,
             seconds=time.perf_counter() - started,
         )
 
@@ -288,7 +302,8 @@ class StorageWorkers:
         if isinstance(command, ProbeStorage):
             self._answer(Found(command.job, (False,) * len(command.keys), error=why))
         else:
-            self._answer(StorageDone(command.job, (status,) * len(command.keys), reason=why))
+            items = 1 if isinstance(command, TryStorage) else len(command.keys)
+            self._answer(StorageDone(command.job, (status,) * items, reason=why))
 
     def _finish(self) -> None:
         error = ""

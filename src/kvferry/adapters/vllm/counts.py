@@ -102,6 +102,9 @@ class StepCounts:
         """See `MetricsSink.worker_fault`."""
         self._add("worker_faults", 1)
 
+    def storage_changed(self, state: str, *, usable: bool) -> None:
+        """Nothing: what is lost by it is counted as dropped, or not fetched."""
+
     def occupancy(self, tier: Tier, used_pages: int, capacity_pages: int) -> None:
         """Nothing: a level is no count."""
 
