@@ -27,6 +27,9 @@ _READ_SECS = 5.0
 _SEND_SECS = 5.0
 _CLOSE_SECS = 10.0
 _MOST_WAITING = 16
+_TURNS = 5
+"""Of the loop, from a connection to its task."""
+
 _CREDENTIALS = struct.Struct("3i")
 """pid, uid and gid of a peer; unix(7), SO_PEERCRED."""
 
@@ -135,6 +138,11 @@ class ControlSocket(ClosedAtExit):
 
         server = await asyncio.start_unix_server(begin, sock=self._listener, limit=MAX_LINE_BYTES)
         await self._stop.wait()
+        # Nobody more is taken in; who just was has a task before the server is closed, which would
+        # lose the connection otherwise.
+        self._loop.remove_reader(self._listener)
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
         server.close()
         for task in list(self._reading):  # they may never say anything
             if task is not None:
@@ -157,6 +165,7 @@ class ControlSocket(ClosedAtExit):
                 await asyncio.wait_for(writer.drain(), _SEND_SECS)
             finally:
                 writer.close()
+                await asyncio.wait_for(writer.wait_closed(), _SEND_SECS)
 
     async def _line(self, reader: asyncio.StreamReader) -> bytes:
         task = asyncio.current_task()
