@@ -78,7 +78,9 @@ def read_back(case: Case) -> tuple[int, int]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)  # of a soak
-def test_eight_ranks_over_one_pool(tmp_path: Path, soak_factor: int) -> None:
+def test_eight_ranks_over_one_pool(
+    tmp_path: Path, soak_factor: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Never a wrong byte, and never a prefix that nobody computed; ranks agree on each request."""
     store_module()
     with contextlib.ExitStack() as servers:
@@ -99,6 +101,14 @@ def test_eight_ranks_over_one_pool(tmp_path: Path, soak_factor: int) -> None:
     assert [one["breaker"] for one in told] == ["closed"] * case.size
     # It was worth it: pages came from all tiers, deadlines passed for some, requests were aborted.
     hits = sum(told[0]["hits"])
+    figures = {
+        "requests": case.requests,
+        "pages_hit": hits,
+        "pages_of_prompts": len(told[0]["keys"]),
+        **{name: [one[name] for one in told] for name in ("from_storage", "late", "aborted")},
+    }
+    with capsys.disabled():
+        sys.stdout.write(f"\n{json.dumps(figures)}\n")
     assert hits > case.requests
     assert all(one["from_storage"] for one in told)
     assert sum(one["late"] for one in told) > 0
