@@ -13,7 +13,7 @@ from tests.transfer.fake_gpu import CALLER, FakeGpu
 from kvferry.exchange import ShardedLoad, Way, cut_shares
 from kvferry.exchange.exchanger import Exchanger
 from kvferry.geometry import Geometry, Plane
-from kvferry.ranks import ExchangeBuffer
+from kvferry.ranks import ExchangeBuffer, ExchangeRates
 from kvferry.testing import POISON, memory_at
 from kvferry.transfer import TransferPlan
 
@@ -48,13 +48,20 @@ class _Lanes:
             self._gpu.hold(*set(self._gpu._streams) - set(self._lanes))
         return self._lanes[lane]
 
+    def mark(self, stream: int | None) -> None:
+        """The caller has no work."""
+
     def follow(self, mark: Any) -> None:
         pass
+
+    def measure(self, buffer: ExchangeBuffer, *, timeout: float) -> ExchangeRates:
+        raise NotImplementedError
 
     def break_off(self) -> None:
         pass
 
     def gather(self, buffer: ExchangeBuffer, chunk_bytes: int, *, lane: int, timeout: float) -> Any:
+        del timeout
         number, self._count = self._count, self._count + 1
         chunks = buffer.tensor[: SIZE * chunk_bytes].reshape(SIZE, chunk_bytes)
 

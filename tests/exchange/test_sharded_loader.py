@@ -210,11 +210,12 @@ def test_one_rank_alone_loads_whole(reports: _Reports) -> None:
 @pytest.mark.soak
 def test_kills_at_every_point(tmp_path: Path, soak_factor: int) -> None:
     """Again and again, with other numbers of ranks."""
-    if soak_factor == 1:
-        return  # the worlds above are the short half
+    points = ("meet", "gather", "waiting", "end")
     for turn in range(soak_factor):
-        worlds = [f"{size}:{where}:only" for size in (2, 3, 4, 5)
-                  for where in ("meet", "gather", "waiting", "end")]  # fmt: skip
+        # The worlds above are the short half.
+        sizes = (2, 3, 4, 5) if soak_factor > 1 else ()
+        worlds = [f"{size}:{where}:only" for size in sizes for where in points]
+        worlds = worlds or ["3:meet:only"]
         folder = tmp_path / str(turn)
         folder.mkdir()
         for ranks in _ran(folder, *worlds).values():
