@@ -398,6 +398,46 @@ class Rank:
         self.report["chosen"] = [handle.way.sharded, bench.holds(range(NUM_PAGES))]
         bench.loader.close()
 
+    def beside(self) -> None:
+        """Agreements of the caller's own while loads are in flight: each keeps its order."""
+        bench = Bench(latent(576), self.rank)
+        plain = ProcessGroupRanks(gloo_group())
+        rng = np.random.default_rng(7)
+        brought = rng.integers(-1000, 1000, (40, self.size))
+        agreed, loads = [], []
+        for number, values in enumerate(brought.tolist()):
+            if number % 8 == 0:
+                loads.append(bench.load(bench.plan()))
+            agreed += plain.agree_min([values[self.rank]], timeout=LONG)
+        for load in loads:
+            load.wait(LONG)
+        self.report["beside"] = [
+            agreed == brought.min(axis=1).tolist(),
+            [load.verified_pages for load in loads],
+            bench.holds(range(NUM_PAGES)),
+        ]
+        bench.loader.close()
+
+    def defect(self) -> None:
+        """The thread of one rank ends on an error of our own, with another load behind it."""
+        bench = Bench(latent(132), self.rank)
+        threading.excepthook = lambda _: None
+        go = threading.Event()
+
+        def carry(_: ShardedLoad) -> Any:
+            go.wait(LONG)
+            raise ZeroDivisionError
+
+        if self.last:
+            exchanger: Any = bench.loader._exchanger
+            exchanger.carry = carry
+        loads = [bench.load(bench.plan(), 2.0), bench.load(bench.plan(), 2.0)]
+        go.set()
+        self.report["defect"] = [told(load) for load in loads]
+        self.report["after_defect"] = bench.whole_load()
+        bench.loader.close()
+        threading.excepthook = threading.__excepthook__
+
     def late(self) -> None:
         """The last rank comes when the others have given up."""
         bench = Bench(latent(132), self.rank)
@@ -412,6 +452,8 @@ class Rank:
     def death(self, where: str) -> None:
         """The last rank is killed, by itself or from outside."""
         bench = Bench(latent(656), self.rank)
+        plain = ProcessGroupRanks(gloo_group())
+        dist.barrier()
 
         def die(_: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -430,6 +472,10 @@ class Rank:
                 bench.exchange.before = lambda number: self._go() if number == 2 else None
         self.report["death"] = told(bench.load(bench.plan()))
         self.report["rows"] = bench.holds_nothing_else()
+        try:
+            plain.agree_min([self.rank], timeout=LONG)
+        except KVFerryError as bad:
+            self.report["agreement"] = type(bad).__name__
         self.report["pid"] = os.getpid()
         self.report["after_death"] = bench.whole_load()
         bench.loader.close()
@@ -452,6 +498,8 @@ def _run_rank(folder: Path, rank: int, size: int, death: str, pipes: tuple[int, 
         one.faults()
         one.unlike()
         one.measured()
+        one.beside()
+        one.defect()
         one.late()
     if death != "none":
         one.death(death)

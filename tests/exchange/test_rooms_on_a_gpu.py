@@ -120,6 +120,7 @@ def _carried(
             rig.host,
             _Lanes(gpu, rank, kept, late),
             exchange_bytes=2 * SIZE * room_pages * layer,
+            staging_bytes=1 << 20,
             verify=True,
         )
         outcome = exchanger.carry(load)

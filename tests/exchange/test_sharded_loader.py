@@ -15,7 +15,7 @@ import pytest
 from tests.exchange import exchange_world
 
 _ROOT = Path(__file__).parents[2]
-WORLDS = ("1:none", "2:gather", "3:waiting", "4:end", "2:meet:only", "4:gather:only")
+WORLDS = ("1:none", "2:none", "2:gather", "3:waiting", "4:end", "2:meet:only", "4:gather:only")
 
 _WHOLE = ("whole cpu", "whole cpu_numpy")
 _SHARDED = ("sharded cpu", "sharded cpu_numpy")
@@ -170,6 +170,38 @@ def test_rates_are_the_slowest_of_all_ranks(world: tuple[int, list[dict[str, Any
     assert all(rank["chosen"] == [ranks[0]["chosen"][0], True] for rank in ranks)
 
 
+def test_the_rank_at_fault_knows_more(reports: _Reports) -> None:
+    """What the others name it for, it says itself; and it loads as they do afterwards."""
+    first, last = reports["2:none"]
+    assert "no memory for this" in last["copy"]["error"]
+    assert last["copy"]["cause"] == "TransferFaultError"
+    assert last["refused"]["raised"] == "PlanError"
+    assert "device slots of plane 'latent' holds" in last["refused"]["error"]
+    assert last["other"] == first["other"]
+    assert last["then"][0] == first["then"][0]
+    assert last["exchange_bit"]["bad"] == [0]
+    assert [load["raised"] for load in last["defect"]] == ["TransferFaultError"] * 2
+    assert "unexpected error" in last["defect"][0]["error"]
+    assert "ranks exchange no more" in last["defect"][1]["error"]
+    for name in ("after_defect", "after_late"):
+        assert (last[name][0] in _WHOLE, last[name][2]) == (True, True)
+    assert last["late"]["raised"] == "TransferFaultError"
+
+
+def test_agreements_go_on_beside_loads(world: tuple[int, list[dict[str, Any]]]) -> None:
+    """Forty of the caller's own, and five loads in flight: right values, right bytes."""
+    for rank in world[1]:
+        assert rank["beside"] == [True, [exchange_world.NUM_PAGES] * 5, True]
+
+
+def test_a_thread_that_ends_leaves_no_handle_open(world: tuple[int, list[dict[str, Any]]]) -> None:
+    """A defect on one rank: its load, the one behind it and those of the others are errors."""
+    for rank in world[1]:
+        assert [load["raised"] for load in rank["defect"]] == ["TransferFaultError"] * 2
+        assert rank["after_defect"][0] in _WHOLE
+        assert rank["after_defect"][2] is True
+
+
 def test_a_late_rank_ends_the_load_at_its_deadline(
     world: tuple[int, list[dict[str, Any]]],
 ) -> None:
@@ -193,6 +225,7 @@ def test_a_killed_rank_is_named_and_the_others_load_whole(deadly: list[dict[str,
         assert rank["death"]["cause"] == "RankError"  # and no RankTimeoutError
         assert rank["death"]["verified"] == 0
         assert rank["rows"] is True
+        assert rank["agreement"] == "RankError"
         path, reason, holds, _ = rank["after_death"]
         assert path in _WHOLE
         assert rank["killed"] in reason

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["Exchanger", "Outcome"]
 
 _NUM_ROOMS = 2
-_INTAKE_STAGING_BYTES = 16 << 20
 
 
 class Outcome(NamedTuple):
@@ -76,6 +75,7 @@ class _Room:
         layouts: tuple[StepLayout, ...],
         *,
         verify: bool,
+        staging_bytes: int,
     ) -> None:
         self.lane, self.buffer = lane, buffer
         self.num_slots = buffer.num_bytes // max(layout.pitch for layout in layouts)
@@ -86,7 +86,7 @@ class _Room:
         on_gpu = device.device != "cpu"
         # The digest is compared once, behind everything that can go wrong.
         self.intake = TransferEngine(
-            view, host, verify=False, staging_bytes=_INTAKE_STAGING_BYTES if on_gpu else None
+            view, host, verify=False, staging_bytes=staging_bytes if on_gpu else None
         )
         self.outlay = TransferEngine(
             device,
@@ -112,6 +112,7 @@ class Exchanger:
         host: Page slots.
         exchange: Between the ranks.
         exchange_bytes: Of both rooms together.
+        staging_bytes: On a GPU, of the engine that fills a room, as for `TransferEngine`.
         verify: Compare digests.
 
     Raises:
@@ -125,6 +126,7 @@ class Exchanger:
         exchange: ByteExchange,
         *,
         exchange_bytes: int,
+        staging_bytes: int,
         verify: bool,
     ) -> None:
         room_bytes = exchange_bytes // _NUM_ROOMS
@@ -135,9 +137,22 @@ class Exchanger:
         self._host, self._exchange = host, exchange
         self.layouts = step_layouts(device.geometry, host.kind, room_bytes // exchange.size)
         self.rooms = tuple(
-            _Room(lane, exchange.buffer(room_bytes), device, host, self.layouts, verify=verify)
+            _Room(
+                lane,
+                exchange.buffer(room_bytes),
+                device,
+                host,
+                self.layouts,
+                verify=verify,
+                staging_bytes=staging_bytes,
+            )
             for lane in range(_NUM_ROOMS)
         )
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is on its way from a room to its rows."""
+        return all(room.leaving is None or room.leaving[0].done for room in self.rooms)
 
     def num_steps(self, plan: TransferPlan) -> int:
         """How many all-gathers `plan` takes."""
@@ -244,9 +259,8 @@ class Exchanger:
     def _drain(self, load: ShardedLoad) -> None:
         """After a failure: what is in streams ends, as the exchange was broken off."""
         for room in self.rooms:
-            leaving, room.leaving = room.leaving, None
-            if leaving is not None:
+            if room.leaving is not None:
                 try:
-                    leaving[0].wait(load.timeout)
+                    room.leaving[0].wait(load.timeout)
                 except KVFerryError as bad:
                     self._fault = self._fault or bad

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import queue
 import threading
@@ -18,6 +19,7 @@ from kvferry.errors import (
     PlanError,
     RankError,
     RankMismatchError,
+    TransferError,
     TransferTimeoutError,
     ViewError,
 )
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_EXCHANGE_BYTES", "ShardedLoader"]
 
 DEFAULT_EXCHANGE_BYTES = 128 << 20
+_DEFAULT_STAGING_BYTES = 16 << 20
 
 _NOT_MINE = (1 << 63) - 1
 _REFUSED, _READY = 0, 1
@@ -64,6 +67,8 @@ class ShardedLoader(ClosedAtExit):
         ranks: Of all ranks, for nothing else.
         exchange: Of the same ranks, over another group.
         exchange_bytes: Device memory that pages pass through, allocated once; the same on all.
+        staging_bytes: On a GPU, device memory for what is staged on its way into a room, as for
+            `TransferEngine`; in host memory there is none.
         rates: What link and exchange carry; None: measured here. The slowest of all ranks counts.
         way: ``sharded`` or ``whole``, whatever is faster; the same on all. None: the faster.
         timeout: Seconds until all ranks must have made it.
@@ -84,6 +89,7 @@ class ShardedLoader(ClosedAtExit):
         exchange: ByteExchange,
         *,
         exchange_bytes: int = DEFAULT_EXCHANGE_BYTES,
+        staging_bytes: int = _DEFAULT_STAGING_BYTES,
         rates: ExchangeRates | None = None,
         way: str | None = None,
         timeout: float = 60.0,
@@ -103,19 +109,31 @@ class ShardedLoader(ClosedAtExit):
         deadline = time.monotonic() + timeout
         self._engine, self._host, self._device = engine, host, device
         self._ranks, self._exchange, self._wanted = ranks, exchange, way
-        self._exchanger = Exchanger(
-            device, host, exchange, exchange_bytes=exchange_bytes, verify=engine.verify
-        )
         self._broken = ""
         self._closed = False
+        # So that no load is queued behind the end of the thread.
+        self._entry = threading.Lock()
         self._thread: threading.Thread | None = None
         self._jobs: queue.SimpleQueue[ShardedLoad | None] = queue.SimpleQueue()
-        self._check_alike(exchange_bytes, way, rates is None, _left(deadline))
-        self._watch = ProcessWatch(ranks, timeout=_left(deadline))
-        if rates is None:
-            rates = exchange.measure(self._exchanger.rooms[0].buffer, timeout=_left(deadline))
-        self.rates, self.agree_seconds = self._agreed_rates(rates, _left(deadline))
-        """What ways are chosen by: the slowest of all ranks."""
+        with contextlib.ExitStack() as undo:
+            self._exchanger = Exchanger(
+                device,
+                host,
+                exchange,
+                exchange_bytes=exchange_bytes,
+                staging_bytes=staging_bytes,
+                verify=engine.verify,
+            )
+            undo.callback(self._exchanger.close)
+            self._check_alike(exchange_bytes, way, rates is None, _left(deadline))
+            self._watch = ProcessWatch(ranks, timeout=_left(deadline))
+            undo.callback(self._watch.close)
+            if rates is None:
+                rates = exchange.measure(self._exchanger.rooms[0].buffer, timeout=_left(deadline))
+            self.rates, self.agree_seconds = self._agreed_rates(rates, _left(deadline))
+            """What ways are chosen by: the slowest of all ranks."""
+
+            undo.pop_all()
 
     @property
     def broken(self) -> str:
@@ -151,6 +169,7 @@ class ShardedLoader(ClosedAtExit):
             As `TransferEngine.load`, and PlanError where device slots lie on the device. The other
             ranks are told, and their load fails.
             CacheError: The loader is closed.
+            TransferError: On a GPU: ranks failed, and what they had exchanged is not over yet.
         """
         if self._closed:
             raise CacheError("the sharded loader is closed; make a new one on all ranks")
@@ -158,6 +177,11 @@ class ShardedLoader(ClosedAtExit):
             raise ConfigError(f"timeout={timeout!r}: give seconds, more than 0 and at most a day")
         way = self.way(plan)
         if not way.sharded:
+            if self._broken and not self._exchanger.quiet:
+                raise TransferError(
+                    "what a load in shares brought before ranks failed is still put in place, and "
+                    "would come over this load: wait until that ends, or make a new engine"
+                )
             return WholeLoad(self._engine.load(plan, stream), way)
         load = ShardedLoad(
             plan,
@@ -210,7 +234,11 @@ class ShardedLoader(ClosedAtExit):
         self._engine.check(plan, Direction.LOAD)
 
     def _submit(self, load: ShardedLoad) -> None:
-        self._jobs.put(load)
+        with self._entry:
+            if self._broken:
+                load.fail(f"ranks exchange no more: {self._broken}")
+                return
+            self._jobs.put(load)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="kvferry-exchange", daemon=True)
             self._thread.start()
@@ -223,6 +251,9 @@ class ShardedLoader(ClosedAtExit):
                 # Nothing that was raised leaves a handle open, or other ranks in wait.
                 if not load.done:
                     self._break(load, RankError("the exchange thread met an unexpected error"))
+                    while not self._jobs.empty():
+                        if (queued := self._jobs.get()) is not None:
+                            queued.fail(f"ranks exchange no more: {self._broken}")
 
     def _carry(self, load: ShardedLoad) -> None:
         if self._broken:
@@ -284,7 +315,8 @@ class ShardedLoader(ClosedAtExit):
         self._exchange.break_off()
         gone = self._watch.named(min(_SEE_SECS, self._watch_secs(load)))
         reason = f"{gone}; {bad}" if gone else str(bad)
-        self._broken = self._broken or reason
+        with self._entry:
+            self._broken = self._broken or reason
         load.fail(reason, bad)
 
     def _watch_secs(self, load: ShardedLoad) -> float:
