@@ -18,6 +18,7 @@ from latency import further_copy_us
 from long_contexts import Sample, growth_mib, thinned
 from overlap import Loss, inside, lost, moved_until, rate, rates_of_both
 from rig import PAGE_SIZE, device_slots, in_runs, pages_of
+from sharded import row_of
 from toy_engine import Serving, arguments
 
 _ROOT = Path(__file__).parents[2]
@@ -30,6 +31,7 @@ _SCRIPTS = (
     "toy_engine",
     "first_token",
     "long_contexts",
+    "sharded",
 )
 
 
@@ -155,6 +157,18 @@ def test_the_cost_of_a_further_copy() -> None:
     assert further_copy_us(rows) == pytest.approx(2.5)
     assert further_copy_us(rows[:1]) is None
     assert further_copy_us([]) is None
+
+
+def test_a_load_of_several_ranks_is_as_slow_as_its_slowest() -> None:
+    """By repeat; the median of those, for what each rank has and for all together."""
+    row = row_of("sharded", 2, 1_000_000_000, [[0.1, 0.4, 0.2], [0.3, 0.1, 0.2]])
+    assert row == {
+        "way": "sharded",
+        "ranks": 2,
+        "ms": 300.0,
+        "gb_per_sec_each": pytest.approx(3.33),
+        "gb_per_sec_all": pytest.approx(6.67),
+    }
 
 
 def test_rows_of_the_cache_are_printed_whole() -> None:

@@ -213,7 +213,7 @@ def test_a_load_and_a_store_in_the_same_steps(
     scene = Scene(gpu, geometry, 1, staging_bytes=8 * staged_bytes(geometry))
     # Of two layers, so that nothing is kept of the scene's own store.
     sizes = (2,)
-    monkeypatch.setattr("kvferry.transfer.route._growing", lambda *_: sizes)
+    monkeypatch.setattr("kvferry.transfer.route.growing_steps", lambda *_: sizes)
     for is_load in (not store_first, store_first):
         slots, rows = np.arange(0, 24, 2), scene.rig.rows(12)
         handle = scene.move(is_load, slots, rows, layers=[0, 1])

@@ -184,6 +184,10 @@ class PoolView:
     """True where planes knowingly share memory (an engine that gives the same blocks to one layer
     group or another). Then only the layers of one plane are checked against each other."""
 
+    in_turn: bool = False
+    """True where layers take turns on the same memory, as in a buffer that a few of them pass
+    through at a time. Then nothing is checked: whoever fills it says whose turn it is."""
+
     def __post_init__(self) -> None:
         _check_mapping("the layers of a pool", self.layers, "sequences of LayerView")
         layers = {name: tuple(views) for name, views in self.layers.items()}
@@ -198,6 +202,8 @@ class PoolView:
                 f"a pool lies on one device, but its tensors are on {', '.join(devices)}; "
                 f"register one pool a device"
             )
+        if self.in_turn:
+            return
         groups = layers.values() if self.shared_storage else [sum(layers.values(), ())]
         for group in groups:
             overlap = find_overlap(group)

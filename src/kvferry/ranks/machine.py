@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvferry.ranks.base import Ranks
 
-__all__ = ["ranks_on_machine"]
+__all__ = ["machine_number", "ranks_on_machine"]
 
 # A new one with every start of the system, and the same in all containers of a machine.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -22,13 +22,13 @@ def ranks_on_machine(ranks: Ranks, *, timeout: float) -> int:
 
     Raises as `Ranks.agree_min`.
     """
-    mine = _machine_number()
+    mine = machine_number()
     table = [_NOT_MINE] * ranks.size
     table[ranks.rank] = mine
     return ranks.agree_min(table, timeout=timeout).count(mine)
 
 
-def _machine_number() -> int:
+def machine_number() -> int:
     """63 bits that other machines do not have."""
     try:
         name = _BOOT_ID.read_text().strip()

@@ -15,7 +15,24 @@ from kvferry.ranks.agreement import AgreedRanks
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["GroupCollective", "ProcessGroupRanks"]
+__all__ = ["GroupCollective", "ProcessGroupRanks", "disconnect"]
+
+
+def disconnect(group: ProcessGroup) -> None:
+    """Make this rank's failure in a gloo group that of the ranks that wait for it.
+
+    gloo itself closes the one connection that failed. A rank that needs nothing of the dead one
+    would wait for a rank that does, and that has stopped. abort() does nothing here, but a message
+    that does not come in time closes all connections of the group.
+    """
+    import torch
+
+    for other in range(group.size()):
+        if other != group.rank():
+            message = torch.empty(1, dtype=torch.int64)
+            # Most raise at once: they are closed already.
+            with contextlib.suppress(RuntimeError):
+                group.recv([message], other, 0).wait(datetime.timedelta(milliseconds=1))
 
 
 class GroupCollective:
@@ -77,7 +94,7 @@ class GroupCollective:
             self._group.allreduce([tensor], options).wait(options.timeout)
         except RuntimeError as bad:
             is_late = time.monotonic() >= deadline
-            self._disconnect()
+            disconnect(self._group)
             where = f"rank {self._rank} of {self._size}"
             # torch has one class for all of it. Whose fault it is, gloo does not know either.
             if is_late:
@@ -90,20 +107,6 @@ class GroupCollective:
                 f"that failed first"
             ) from bad
         return [int(value) for value in tensor.tolist()]
-
-    def _disconnect(self) -> None:
-        """Make this rank's failure that of the ranks that wait for it.
-
-        gloo itself closes the one connection that failed. A rank that needs nothing of the dead
-        one would wait for a rank that does, and that has stopped. abort() does nothing here, but a
-        message that does not come in time closes all connections of the group.
-        """
-        for other in range(self._size):
-            if other != self._rank:
-                message = self._torch.empty(1, dtype=self._torch.int64)
-                # Most raise at once: they are closed already.
-                with contextlib.suppress(RuntimeError):
-                    self._group.recv([message], other, 0).wait(datetime.timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Nothing: the group belongs to whoever made it."""

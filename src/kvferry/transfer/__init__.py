@@ -25,6 +25,7 @@ from kvferry.transfer.profile_store import (
     load_profile,
     save_profile,
 )
+from kvferry.transfer.route import growing_steps
 from kvferry.transfer.route_preview import KernelUse, RoutePreview, preview_route
 from kvferry.transfer.row_lists import RowList, check_rows, row_list
 from kvferry.transfer.row_mover import RowMove, RowMover, RowOptions
@@ -57,6 +58,7 @@ __all__ = [
     "check_rows",
     "disabled_gpu_paths",
     "find_profile",
+    "growing_steps",
     "joined",
     "load_profile",
     "preview_route",

@@ -229,7 +229,7 @@ class TransferEngine(ClosedAtExit):
             As `load`, and TransferError: the stream is not being captured, or the pool is in host
                 memory, where there are no graphs.
         """
-        self._check(plan, plan.direction)
+        self.check(plan, plan.direction)
         return self._carrier.capture(plan, stream, self)
 
     def explain(self, plan: TransferPlan) -> Mapping[tuple[str, int], CopyDecision]:
@@ -259,10 +259,11 @@ class TransferEngine(ClosedAtExit):
     def _submit(
         self, plan: TransferPlan, direction: Direction, stream: int | None
     ) -> TransferHandle:
-        self._check(plan, direction)
+        self.check(plan, direction)
         return self._carrier.submit(plan, stream)
 
-    def _check(self, plan: TransferPlan, direction: Direction) -> None:
+    def check(self, plan: TransferPlan, direction: Direction) -> None:
+        """Raise what a `load` or `store` of `plan`, as `direction` says, would before it starts."""
         if plan.direction is not direction:
             raise PlanError(f"the plan is a {plan.direction.value}, not a {direction.value}")
         self._check_pools(plan)

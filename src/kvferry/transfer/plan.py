@@ -86,6 +86,35 @@ class TransferPlan:
             self._device_runs[plane] = found
         return found
 
+    def part(
+        self,
+        pages: NDArray[np.int64],
+        spans: tuple[Span, ...],
+        *,
+        host_slots: NDArray[np.int64] | None = None,
+        device_rows: Mapping[str, NDArray[np.int64]] | None = None,
+    ) -> TransferPlan:
+        """The same transfer of some pages and spans, in the order that they are given in.
+
+        Args:
+            pages: Shape ``[n]``. Positions in this plan, each at most once.
+            spans: Some of `spans`.
+            host_slots: Other slots for those pages, shape ``[n]``; None: this plan's.
+            device_rows: Other rows for them, by plane, shape ``[n, R]``; None: this plan's, which
+                must be in host memory.
+        """
+        names = dict.fromkeys(span.plane.name for span in spans)
+        if device_rows is None:
+            device_rows = {name: self.rows_on_host(name)[pages] for name in names}
+        return dataclasses.replace(
+            self,
+            host_slots=self.host_slots[pages] if host_slots is None else host_slots,
+            device_rows={name: device_rows[name] for name in names},
+            spans=spans,
+            page_seeds=self.page_seeds[pages],
+            _device_runs={},
+        )
+
     @functools.cached_property
     def run_table(self) -> NDArray[np.int64]:
         """Pages in neighbouring host slots, in the order of the plan; see `run_table`."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvferry.geometry import Span
     from kvferry.transfer.profile import DeviceProfile
 
-__all__ = ["Route", "plan_route"]
+__all__ = ["Route", "growing_steps", "plan_route"]
 
 # The first group is this many times what the link carries while a kernel starts: small enough to
 # be ready early, large enough that starting is not most of it.
@@ -98,7 +98,7 @@ def plan_route(
     total = num_pages * page_bytes
     ramp = profile.launch_seconds * profile.link[direction] * 1e9 * _FIRST_GROUP_LAUNCHES
     first = _power_up(ramp / max(1, total / num_layers), num_layers)
-    direct_sizes = _growing(num_layers, first, num_layers)
+    direct_sizes = growing_steps(num_layers, first, num_layers)
     seconds = {
         "direct": total / (profile.direct[direction] * 1e9)
         + profile.launch_seconds * len(direct_sizes)
@@ -133,7 +133,7 @@ def plan_route(
     # Fewest layers a step first, as those are ready earliest; steps of which all pages do not fit
     # staging are cut along their pages, so one page must.
     ways = {
-        _growing(num_layers, step, most): None
+        growing_steps(num_layers, step, most): None
         for step in _doublings(first, num_layers)
         for most in _doublings(max(step, 1 << (fit.bit_length() - 1)), num_layers)
     }
@@ -141,7 +141,7 @@ def plan_route(
         sizes: None
         for step in _doublings(1, num_layers)
         for most in _doublings(step, num_layers)
-        if fits(sizes := _growing(num_layers, step, most))
+        if fits(sizes := growing_steps(num_layers, step, most))
     }
     took_by_way = {sizes: estimate(sizes) for sizes in ways}
     enough = min(took_by_way.values()) * _CLOSE
@@ -182,7 +182,7 @@ def _group_seconds(
     return copying + (min(by_runs, by_pages) if batched else by_runs)
 
 
-def _growing(num_layers: int, first: int, most: int) -> tuple[int, ...]:
+def growing_steps(num_layers: int, first: int, most: int) -> tuple[int, ...]:
     """`first`, as many again, twice as many, … layers a step, but at most `most`."""
     sizes: list[int] = []
     done = 0
