@@ -15,6 +15,7 @@ from tests.cache.ferry_rig import TOKENS, Engine, equal
 from kvferry import KVFerry
 from kvferry.control import Answer, Order, ask
 from kvferry.errors import ControlError
+from kvferry.ranks import ThreadRanks
 from kvferry.storage import Buffers, ItemResult, MemoryBackend
 from kvferry.tiers import LinkState
 
@@ -230,3 +231,16 @@ def test_nobody_listens_by_default() -> None:
     with Engine().cache() as cache:
         assert cache._desk is None
         assert not [one for one in threading.enumerate() if one.name == "kvferry-control"]
+
+
+def test_several_ranks_have_a_path_each(path: Path) -> None:
+    """One config is enough for all of them."""
+
+    def run(ranks: ThreadRanks) -> bool:
+        with Engine().cache(control={"socket": str(path)}, ranks=ranks) as cache:
+            own = path.with_name(f"{path.name}.{ranks.rank}")
+            return Ordered(cache, own).order("status").ok
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, ThreadRanks.make(2))) == [True, True]
+    assert list(path.parent.iterdir()) == []

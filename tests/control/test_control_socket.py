@@ -166,7 +166,7 @@ def test_orders_that_nobody_takes(path: Path) -> None:
     assert "when it polls its cache" in answer.error
     late = listener.take()
     assert late is not None
-    assert late.is_late
+    assert late.seconds_left == 0
     with ThreadPoolExecutor(20) as pool:
         asked = [waiting(path, pool, listener) for _ in range(16)]
         refused = ask(path, Order("say", {}, 5.0))

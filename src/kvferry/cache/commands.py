@@ -69,10 +69,12 @@ class CommandDesk:
             self._is_stepping = False
 
     def _begin(self, pending: PendingOrder) -> None:
-        if pending.is_late:  # its client was told that nothing was done, so nothing is
+        left = pending.seconds_left
+        if not left:  # its client was told that nothing was done, so nothing is
             return
+        order = dataclasses.replace(pending.order, timeout=left)
         try:
-            self._current = pending, _command_of(pending.order)(self._actions, pending.order)
+            self._current = pending, _command_of(order)(self._actions, order)
         except KVFerryError as refused:
             pending.answer(Answer(ok=False, error=str(refused)))
 
@@ -128,14 +130,13 @@ def _attach(actions: Actions, order: Order) -> Steps[dict[str, Any]]:
 
 
 def _detach(actions: Actions, order: Order) -> Steps[dict[str, Any]]:
-    # A moment is left to say that it was not enough.
     forced = order.options.get("force", False)
-    gone = yield from actions.detach(order.timeout * _SHARE, force=forced)
+    gone = yield from actions.detach(order.timeout, force=forced)
     return {"detached": gone, **_told(actions.stats())}
 
 
 def _flush(actions: Actions, order: Order) -> Steps[dict[str, Any]]:
-    report: FlushReport = yield from actions.flush(order.timeout * _SHARE)
+    report: FlushReport = yield from actions.flush(order.timeout)
     return dataclasses.asdict(report)
 
 
@@ -148,9 +149,6 @@ def _told(stats: TierStats) -> dict[str, Any]:
     told["storage"] = str(stats.storage)
     return told
 
-
-_SHARE = 0.9
-"""Of an order's time: the rest is for the answer."""
 
 _COMMANDS: Mapping[str, _Command] = {
     "status": _status,

@@ -174,7 +174,8 @@ class KVFerry(CacheLife):
             elif config.storage.enabled and config.storage.target is not None:
                 self.attach_storage(config.storage.target, **backend_options(config))
             if config.control.socket is not None:
-                self._listen(config.control.socket)
+                several = ranks is not None and ranks.size > 1
+                self._listen(config.control.socket, ranks.rank if ranks and several else None)
             unless_made.pop_all()
 
     # ---------------------------------------------------------------- prompts
@@ -322,7 +323,8 @@ class KVFerry(CacheLife):
     def _offer(self, prompt: Prompt, offer: Offer, *, evicting: bool) -> StoreHandle:
         self.poll()
         filled = offer.filled(prompt)
-        keys = self._keys(filled)
+        # Making keys is most of the work of a call that has nothing to do.
+        keys = self._keys(filled) if self.switches.store else []
         is_whole = len(keys) * self.geometry.page_size == filled.num_tokens
         at_boundary = offer.has_state and bool(keys) and is_whole
         handle = self._manager.store(

@@ -66,8 +66,10 @@ class CacheLife(ClosedAtExit):
         self._num_threads = num_threads
         self._desk: CommandDesk | None = None
 
-    def _listen(self, path: Path) -> None:
-        """Carry out orders that come over a socket at `path`, see `kvferry.control`."""
+    def _listen(self, path: Path, rank: int | None) -> None:
+        """Carry out orders that come over a socket at `path`, of several ranks at ``path.rank``."""
+        if rank is not None:
+            path = path.with_name(f"{path.name}.{rank}")
         actions = Actions(self.stats, self._attaching, self._detaching, self._flushing)
         self._desk = CommandDesk(ControlSocket(path, wake=self._data.wake), actions)
 

@@ -299,8 +299,8 @@ class ControlConfig(Section):
         Path | None,
         Setting(
             OrNone(AbsolutePath()),
-            "where `kvferry ctl` reaches this cache: a Unix socket for its owner alone; none: "
-            "nowhere",
+            "where `kvferry ctl` reaches this cache: a Unix socket for its owner alone, of rank n "
+            "of several with `.n` behind it; none: nowhere",
         ),
     ] = None
 

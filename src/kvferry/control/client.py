@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ask"]
 
-# The process gives its answer at the deadline; this is for the way.
-_WAY_SECS = 2.0
+# The process gives its answer a little after the deadline; this is for that and the way.
+_WAY_SECS = 5.0
 
 
 def ask(path: str | os.PathLike[str], order: Order) -> Answer:

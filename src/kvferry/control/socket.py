@@ -26,6 +26,7 @@ __all__ = ["ControlSocket", "PendingOrder"]
 _READ_SECS = 5.0
 _SEND_SECS = 5.0
 _CLOSE_SECS = 10.0
+_GRACE_SECS = 1.0
 _MOST_WAITING = 16
 _TURNS = 5
 """Of the loop, from a connection to its task."""
@@ -44,9 +45,9 @@ class PendingOrder:
         self._answered: asyncio.Future[Answer] = loop.create_future()
 
     @property
-    def is_late(self) -> bool:
-        """Whether its time is over: the client has been told so, or will be."""
-        return time.monotonic() >= self.deadline
+    def seconds_left(self) -> float:
+        """0 where its time is over: the client has been told so, or will be."""
+        return max(0.0, self.deadline - time.monotonic())
 
     def answer(self, answer: Answer) -> None:
         """Tell the client, from any thread; of several answers it gets the first."""
@@ -59,7 +60,8 @@ class PendingOrder:
 
     async def answered(self) -> Answer:
         """What is answered, or that nothing was in time."""
-        left = max(0.0, self.deadline - time.monotonic())
+        # What was begun in time comes to an end by the deadline, and is told a little later.
+        left = max(0.0, self.deadline - time.monotonic()) + _GRACE_SECS
         try:
             return await asyncio.wait_for(asyncio.shield(self._answered), left)
         except TimeoutError:

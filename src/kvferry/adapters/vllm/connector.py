@@ -68,6 +68,11 @@ class KVFerryConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 "begins before a load is known to be good: turn one of them off"
             )
         config = resolved_config(None, sections)
+        if config.control.socket is not None:
+            raise ConfigError(
+                f"control.socket is {config.control.socket}, and the two halves of a cache in vLLM "
+                f"take no orders: leave it out"
+            )
         parallel = vllm_config.parallel_config
         _check_parallel(parallel)
         ranks = int(parallel.tensor_parallel_size)
