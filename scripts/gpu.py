@@ -198,7 +198,9 @@ def _steps(*, quick: bool) -> Iterator[_Step]:
     yield _Step("beside", _benchmark(python, "beside"), 150)
     yield _Step("latency", _benchmark(python, "latency"), 120)
     yield _Step("cache_bench", _benchmark(python, "cache"), 240)
-    yield _Step("engine", _benchmark(python, "toy_engine"), 240)
+    # A percent is told from the noise of rounds by many of them.
+    rounds = "" if quick else "--rounds 200 --seconds 330"
+    yield _Step("engine", _benchmark(python, "toy_engine", rounds), 240 if quick else 570)
     yield _Step("first_token", _benchmark(python, "first_token"), 180)
     yield _Step("jit", (python, "benchmarks/jit.py", "--json", "{json}"), 60)
     tool = _sanitizer()
