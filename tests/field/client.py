@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.field.replica import PAGE, Case, Rows, geometry_of, namespace_of, prompts_of
+from tests.field.replica import PAGE, Case, Rows, geometry_of, namespace_of, pages_of, prompts_of
 
 from kvferry import KVFerry
 from kvferry.errors import KVFerryError, StorageError
@@ -55,13 +55,12 @@ class Client:
         self.counts: dict[str, int] = dict.fromkeys(
             ("requests", "pages", "hits", "fetched", "resets", "attached", "refused", "forced"), 0
         )
-        self.wrong: list[str] = []
 
     def request(self) -> None:
         """One prompt from its submission to its end."""
         cache = self.cache
         prompt = self.rng.choice(self.prompts)
-        keys = cache.keys(prompt)
+        keys = pages_of(prompt)
         fetch = cache.prefetch(prompt)
         deadline = time.monotonic() + _SECS
         while fetch.look() is None:
@@ -74,8 +73,9 @@ class Client:
         load.wait(_SECS)
         hits = load.usable_tokens // PAGE
         for key, page in zip(keys[:hits], pages[:hits], strict=True):
+            # Told at once: who is killed later tells nothing.
             if wrong := self.rows.wrong(key, page):
-                self.wrong.append(f"{key.hex()}: {wrong}")
+                raise AssertionError(f"{key.hex()}: {wrong}")
         for key, page in zip(keys[hits:], pages[hits:], strict=True):
             self.rows.compute(key, page)
         cache.store(prompt, device_slots=slots).wait(_SECS)
@@ -137,7 +137,7 @@ class Client:
         late = self.at_rest()
         report = self.cache.close(_SECS)
         return {
-            "counts": self.counts, "wrong": self.wrong, "early": early, "late": late,
+            "counts": self.counts, "early": early, "late": late,
             "clean": report.clean,
         }  # fmt: skip
 
@@ -156,7 +156,8 @@ def main() -> int:
     try:
         told = client.run()
     except (KVFerryError, AssertionError) as bad:
-        told = {"error": f"{type(bad).__name__}: {bad}"}
+        say(json.dumps({"error": f"{type(bad).__name__}: {bad}"}))
+        return 1
     say(json.dumps(told))
     return 0
 

@@ -8,6 +8,7 @@ how long it waits, and for what, is its own.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import random
@@ -82,6 +83,12 @@ def prompts_of(case: Case) -> list[list[int]]:
     ]
 
 
+def pages_of(prompt: list[int]) -> list[bytes]:
+    """What stands for each whole page: all tokens up to its end. Not by kvferry's keys."""
+    whole = range(PAGE, len(prompt) + 1, PAGE)
+    return [hashlib.sha256(repr(prompt[:end]).encode()).digest() for end in whole]
+
+
 class Rows:
     """The device tensors of one rank, and what they must hold."""
 
@@ -99,25 +106,25 @@ class Rows:
         rng = np.random.default_rng(7)
         self._content = rng.integers(0, 256, 2 * _CONTENT_BYTES, dtype=np.uint8)
 
-    def expected(self, key: bytes, plane: Plane, layer: int) -> Any:
-        """The rows of a page, from its key alone. Shape ``[P, element_size]``."""
-        begin = int.from_bytes(key[4 * layer % 24 : 4 * layer % 24 + 8], "big") + 977 * layer
-        begin %= _CONTENT_BYTES
+    def expected(self, page: bytes, plane: Plane, layer: int) -> Any:
+        """The rows of a page of `pages_of`, plane and layer. Shape ``[P, element_size]``."""
+        told = hashlib.sha256(page + f"{plane.name} {layer}".encode()).digest()
+        begin = int.from_bytes(told[:8], "big") % _CONTENT_BYTES
         size = PAGE * plane.element_size
         return self._content[begin : begin + size].reshape(PAGE, plane.element_size)
 
-    def compute(self, key: bytes, page: int) -> None:
+    def compute(self, what: bytes, page: int) -> None:
         """As a forward pass would."""
         for plane in self.geometry.planes:
             for layer, tensor in enumerate(self.tensors[plane.name]):
-                tensor[page * PAGE : (page + 1) * PAGE] = self.expected(key, plane, layer)
+                tensor[page * PAGE : (page + 1) * PAGE] = self.expected(what, plane, layer)
 
-    def wrong(self, key: bytes, page: int) -> str:
+    def wrong(self, what: bytes, page: int) -> str:
         """The first coordinate that is not what it must be; empty: there is none."""
         for plane in self.geometry.planes:
             for layer, tensor in enumerate(self.tensors[plane.name]):
                 found = tensor[page * PAGE : (page + 1) * PAGE]
-                differ = np.argwhere(found != self.expected(key, plane, layer))
+                differ = np.argwhere(found != self.expected(what, plane, layer))
                 if len(differ):
                     token, byte = differ[0]
                     return f"{plane.name}, layer {layer}, token {token}, byte {byte}"
@@ -169,7 +176,7 @@ class Rank:
 
     def request(self, prompt: list[int], *, aborted: bool) -> None:
         """One from its submission to its end."""
-        cache, keys = self.cache, self.cache.keys(prompt)
+        cache, keys = self.cache, pages_of(prompt)
         fetch = cache.prefetch(prompt)
         if aborted:
             for _ in range(self.own.randrange(3)):

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.field.replica import PAGE, Case, Rows, geometry_of, namespace_of, prompts_of
+from tests.field.replica import PAGE, Case, Rows, geometry_of, namespace_of, pages_of, prompts_of
 from tests.storage.mooncake.pool_rig import Master, Member, store_module
 
 from kvferry import KVFerry
@@ -70,7 +70,7 @@ def read_back(case: Case) -> tuple[int, int]:
             load.wait(60)
             pages = load.usable_tokens // PAGE
             found += pages
-            for page, key in enumerate(cache.keys(prompt)[:pages]):
+            for page, key in enumerate(pages_of(prompt)[:pages]):
                 wrong += bool(rows.wrong(key, page))
             rows.poison(list(range(case.longest)))
     return found, wrong
