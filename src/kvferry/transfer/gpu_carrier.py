@@ -73,6 +73,7 @@ class GpuCarrier:
     ) -> None:
         self._host = host
         self._verify = verify = options.verify
+        self._interpreted = options.compiled is None
         self._gpu = _gpu_index(device.device)
         self._context = context = loader.driver.context(self._gpu)
         self._router = Router(
@@ -170,7 +171,7 @@ class GpuCarrier:
                 plan,
                 route,
                 # Where the driver is called from Python, which takes longer.
-                interpreted=not self._direct.compiled,
+                interpreted=self._interpreted,
                 verified=self._verify,
                 context=self._context,
                 current_stream=self.current_stream,

@@ -83,11 +83,6 @@ class DirectMover:
             CompiledDirect(compiled, context, launcher) if compiled is not None else None
         )
 
-    @property
-    def compiled(self) -> bool:
-        """Whether the driver is called from compiled code."""
-        return self._compiled is not None
-
     def launch(
         self,
         plan: TransferPlan,

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 from tests.adapters.vllm.engines import BLOCK, ROOT, engine_environment, needs_vllm
 from tests.adapters.vllm.models import CONFIGS, VOCABULARY, write_adapter, write_model
+from tests.storage.server_rig import free_port
 
 pytestmark = needs_vllm
 
@@ -43,13 +43,6 @@ def transfer_config(folder: Path) -> str:
     sections["host"]["num_bytes"] = "32MiB"
     sections["storage"]["path"] = str(folder)
     return json.dumps(settings)
-
-
-def free_port() -> int:
-    """One that nobody listens at just now."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 class Server:

@@ -7,18 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import pytest
+from tests.storage.server_rig import Process, free_port, until
 
 from kvferry.storage.mooncake import MooncakeBackend
 
-DEADLINE_SECS = 60.0
 _MEMBER = """
 import sys
 from mooncake.store import MooncakeDistributedStore
@@ -38,29 +34,13 @@ def store_module() -> Any:
         pytest.skip(f"no Mooncake here ({absent}): make setup, and apt-get install libibverbs1")
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Try again until it holds, or fail at the deadline."""
-    ends = time.monotonic() + DEADLINE_SECS
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < ends, what
-        pause.wait(0.02)
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listens on."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-class Master:
+class Master(Process):
     """A master; leases last 0.3 s, and a client that is silent for 3 s is dead."""
 
     def __init__(self, *options: str) -> None:
         self._port, self._options = free_port(), options
         self.address = f"127.0.0.1:{self._port}"
-        self.process = self._start()
+        super().__init__()
 
     def _start(self) -> subprocess.Popen[bytes]:
         store = store_module()
@@ -101,60 +81,25 @@ class Master:
         """It goes on where it was."""
         self.process.send_signal(signal.SIGCONT)
 
-    def kill(self) -> None:
-        """As by ``kill -9``."""
-        self.process.kill()
-        self.process.wait(DEADLINE_SECS)
 
-    def restart(self) -> None:
-        """A new one at the same address, which knows nothing."""
-        self.kill()
-        self.process = self._start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.kill()
-
-
-class Member:
+class Member(Process):
     """A process that gives memory to a pool."""
 
     def __init__(self, address: str, num_bytes: int) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _MEMBER, address, str(num_bytes)],
+        self._told = [address, str(num_bytes)]
+        super().__init__()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _MEMBER, *self._told],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        assert self.process.stdout is not None
-        said = self.process.stdout.readline().strip()
+        assert process.stdout is not None
+        said = process.stdout.readline().strip()
         assert said == b"ready", said
-
-    def kill(self) -> None:
-        """As by ``kill -9``."""
-        self.process.kill()
-        self.process.wait(DEADLINE_SECS)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.kill()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
+        return process
 
 
 def opened(master: Master, **options: Any) -> MooncakeBackend:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 from tests.cache.ferry_rig import TOKENS, Engine
-from tests.storage.mooncake.pool_rig import Master, opened, until
+from tests.storage.mooncake.pool_rig import Master, opened
+from tests.storage.server_rig import until
 
 
 def test_two_caches_over_one_pool(master: Master) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.storage.mooncake.pool_rig import DEADLINE_SECS, Master, Member, opened, until
+from tests.storage.mooncake.pool_rig import Master, Member, opened
+from tests.storage.server_rig import DEADLINE_SECS, until
 from tests.storage.storage_rig import key_of, object_of, put
 
 from kvferry.errors import StorageError

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from tests.storage.mooncake.pool_rig import Master, Member, opened, until
+from tests.storage.mooncake.pool_rig import Master, Member, opened
+from tests.storage.server_rig import until
 from tests.storage.storage_rig import SMALL, Pages, key_of, object_of, put
 
 from kvferry.errors import ConfigError, StorageError

@@ -8,8 +8,9 @@ import http.client
 import http.server
 import socket
 import threading
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
+
+from kvferry.closing import ClosedAtExit
 
 __all__ = ["FaultProxy", "Harm"]
 
@@ -26,7 +27,7 @@ class Harm(enum.Enum):
     LONG = "the object is a byte longer"
 
 
-class FaultProxy:
+class FaultProxy(ClosedAtExit):
     """Passes requests on to `port` of loopback; those about `key` with `harm`, `times` at most."""
 
     def __init__(self, port: int) -> None:
@@ -73,15 +74,8 @@ class FaultProxy:
             answer = upstream.getresponse()
             return answer.status, answer.getheaders(), answer.read()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """All that hangs ends."""
         self.released.set()
         self._server.shutdown()
         self._server.server_close()

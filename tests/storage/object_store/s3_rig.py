@@ -4,44 +4,24 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import pytest
+from tests.storage.server_rig import Process, free_port, until
 
 from kvferry.storage.object_store import ObjectStoreBackend
 
-DEADLINE_SECS = 60.0
 BUCKET = "kvferry"
 _S3RVER = "s3rver@3.7.1"
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Try again until it holds, or fail at the deadline."""
-    ends = time.monotonic() + DEADLINE_SECS
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < ends, what
-        pause.wait(0.02)
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listens on."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-class Server:
+class Server(Process):
     """A process that speaks S3 at `endpoint`, and a bucket in it."""
 
     def __init__(self, command: Callable[[int], list[str]], **environment: str) -> None:
@@ -49,7 +29,7 @@ class Server:
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self._command = command
         self._environment = {**os.environ, **environment}
-        self.process = self._start()
+        super().__init__()
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
@@ -72,27 +52,6 @@ class Server:
 
         until(made, "the server does not listen")
         return process
-
-    def kill(self) -> None:
-        """As by ``kill -9``."""
-        self.process.kill()
-        self.process.wait(DEADLINE_SECS)
-
-    def restart(self) -> None:
-        """A new process at the same port."""
-        self.kill()
-        self.process = self._start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.kill()
 
 
 def moto() -> Server:
@@ -117,7 +76,7 @@ def _s3rver_program() -> Path:
     npm = shutil.which("npm")
     if npm is None:
         pytest.skip("no npm here, which s3rver comes by")
-    home = Path(os.environ.get("KVFERRY_S3RVER", Path.home() / ".cache" / "kvferry-tests"))
+    home = Path.home() / ".cache" / "kvferry-tests"
     program = home / "node_modules" / ".bin" / "s3rver"
     if not program.exists():
         home.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.storage.object_store.fault_proxy import FaultProxy, Harm
-from tests.storage.object_store.s3_rig import Server, free_port, opened, s3rver, until
+from tests.storage.object_store.s3_rig import Server, opened, s3rver
+from tests.storage.server_rig import free_port, until
 from tests.storage.storage_rig import key_of, object_of, put
 
 from kvferry.storage import ItemResult, ItemStatus
