@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import select
 import sys
 import threading
@@ -27,9 +26,7 @@ from kvferry.types import SlotKind
 
 _SECS = 60.0
 _HOST_PAGES = 100
-_POOLED = re.compile("kvferry-(objects|storage)_[0-9]+")
-_SETTLED = 200
-"""Requests after which nothing may grow any more."""
+_SETTLE_SECS = 20.0
 
 
 class Client:
@@ -55,6 +52,7 @@ class Client:
         self.counts: dict[str, int] = dict.fromkeys(
             ("requests", "pages", "hits", "fetched", "resets", "attached", "refused", "forced"), 0
         )
+        self.seen: list[dict[str, int]] = []
 
     def request(self) -> None:
         """One prompt from its submission to its end."""
@@ -92,7 +90,9 @@ class Client:
         elif self.rng.random() < 0.3:
             self.counts["resets"] += 1
             self.cache.reset()
-        elif not self.cache.detach_storage(2.0):
+        elif self.cache.detach_storage(2.0):
+            self.seen.append(self.held())
+        else:
             self.counts["forced"] += self.cache.detach_storage(2.0, force=True)
 
     def attach(self) -> None:
@@ -104,41 +104,54 @@ class Client:
         except StorageError:
             self.counts["refused"] += 1
 
-    def at_rest(self) -> dict[str, Any]:
-        """What it has when nothing is under way."""
+    def held(self) -> dict[str, int]:
+        """What the process has just now."""
+        return {
+            "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+            "threads": threading.active_count(),
+        }
+
+    def at_rest(self) -> dict[str, int]:
+        """What it has when nothing is under way and storage is gone.
+
+        Libraries close connections in their own time, so they are given some to come down to what
+        they had before.
+        """
         deadline = time.monotonic() + _SECS
         while (stats := self.cache.stats()).jobs or stats.waiting_for_storage:
             assert time.monotonic() < deadline, f"it does not come to rest: {stats}"
             self.cache.wait(0.02)
         self.cache.check_integrity()
-        return {
-            "descriptors": len(list(Path("/proc/self/fd").iterdir())),
-            # Pools of threads grow to what was needed at once, and have limits of their own.
-            "threads": sum(not _POOLED.match(one.name) for one in threading.enumerate()),
-            "readers": stats.readers,
-            "parked": stats.num_parked,
-        }
+        assert (stats.readers, stats.num_parked) == (0, 0), stats
+        assert self.cache.detach_storage(20.0), "storage that works, and cannot be left"
+        deadline = time.monotonic() + _SETTLE_SECS
+        while time.monotonic() < deadline:
+            told = self.held()
+            if not self.seen or all(told[name] <= self.most(name) for name in told):
+                break
+            self.cache.wait(0.05)
+        return self.held()
+
+    def most(self, name: str) -> int:
+        """The most there was whenever storage had been detached before."""
+        return max((one[name] for one in self.seen), default=0)
 
     def run(self) -> dict[str, Any]:
         """Until the input ends."""
         self.prompts = prompts_of(self.case)
         self.attach()
-        early: dict[str, Any] = {}
         while not select.select([sys.stdin], [], [], 0)[0]:
             self.request()
             if self.rng.random() < 0.02:
                 self.something_else()
-            is_attached = self.cache.stats().storage is LinkState.ATTACHED
-            if not early and is_attached and self.counts["requests"] >= _SETTLED:
-                early = self.at_rest()
         while self.cache.stats().storage is not LinkState.ATTACHED:
             self.something_else()
         self.request()
         late = self.at_rest()
         report = self.cache.close(_SECS)
         return {
-            "counts": self.counts, "early": early, "late": late,
-            "clean": report.clean,
+            "counts": self.counts, "times_detached": len(self.seen), "late": late,
+            "most": {name: self.most(name) for name in late}, "clean": report.clean,
         }  # fmt: skip
 
 
